@@ -29,8 +29,8 @@ from attn_core.backends.shared.known_bad import includes, numbers_of
 from attn_core.backends.support import Build
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli import frameworks
-from attn_core.cli.frameworks import FRAMEWORKS
+from attn_core.cli.devices import FRAMEWORKS
+from attn_core.cli.devices import PACKAGES as KNOWN_PACKAGES
 from attn_core.selection.target import Target
 
 Entry = dict[str, Any]
@@ -226,7 +226,7 @@ def requirements(backend: str, kind: str) -> dict[str, str]:
     """Returns the packages in a backend's ``REQUIRES``: name -> versions such as ``">=2.6.2,<3"``, or ``""``."""
     pattern = r"([a-z][\w-]*)(?:\[\w+\])?((?:[<>=]=?[\w.]+,?)*)(?![\w-])"
     pairs = re.findall(pattern, backends.load(backend, kind).REQUIRES)
-    return {name: versions.rstrip(",") for name, versions in pairs if name in frameworks.PACKAGES}
+    return {name: versions.rstrip(",") for name, versions in pairs if name in KNOWN_PACKAGES}
 
 
 def runs_on(backend: str, device: str) -> bool:

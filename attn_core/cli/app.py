@@ -8,13 +8,12 @@ import typer
 from typer.core import TyperCommand
 
 import attn_core
-from attn_core.cli.certify.command import certify
+from attn_core.cli.certify.certificate import certify
 from attn_core.cli.compare import compare
-from attn_core.cli.complaint import complain, in_options
-from attn_core.cli.context import context_plan
 from attn_core.cli.doctor import doctor
+from attn_core.cli.drawings import context_plan, mask
 from attn_core.cli.explain import explain
-from attn_core.cli.mask import mask
+from attn_core.cli.spec_options import complain, in_options
 from attn_core.cli.timing import DeviceLostError
 from attn_core.cli.tune import tune
 from attn_core.errors import SpecError

@@ -16,8 +16,8 @@ from attn_core.backends.shared.programs import operator_library
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
 from attn_core.cli.certify.calls import CALLS, Form, Subject, accepted, faults_of, forms, subjects_on
 from attn_core.cli.certify.certificate import standing_of
-from attn_core.cli.comparison import Row, rows_of
-from attn_core.cli.frameworks import devices_of, installed, versions
+from attn_core.cli.compare import Row, rows_of
+from attn_core.cli.devices import devices_of, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
 from attn_core.selection.columns import COLUMNS, wrapped

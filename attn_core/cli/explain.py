@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 import attn_core
-from attn_core.cli import devices
-from attn_core.cli.devices import device_named
-from attn_core.cli.frameworks import check_framework, devices_of
+from attn_core.cli.devices import HELP, check_framework, device_named, devices_of
 from attn_core.cli.spec_options import SpecOptions, defaults_on, takes_spec
 from attn_core.context_parallel.one_device import described
 from attn_core.selection import Target
@@ -20,7 +18,7 @@ from attn_core.selection.choice import text_of
 @takes_spec
 def explain(
     options: SpecOptions,
-    device: Annotated[str, typer.Option(help=devices.HELP)] = "cpu",
+    device: Annotated[str, typer.Option(help=HELP)] = "cpu",
     framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     backend: Annotated[
         list[str] | None, typer.Option(help="Request this backend. Repeatable, in order of preference.")

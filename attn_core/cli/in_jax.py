@@ -13,7 +13,7 @@ import numpy as np
 from attn_core.call.masks import band
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.frameworks import jax_device
+from attn_core.cli.devices import jax_device
 from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
 

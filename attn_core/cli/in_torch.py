@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.call.functions import AUX
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.frameworks import torch_device
+from attn_core.cli.devices import torch_device
 from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
 

@@ -1,10 +1,11 @@
-"""The command-line options that describe an attention call, and their conversion to a spec."""
+"""The command-line options that describe an attention call, their conversion to a spec, and errors in their words."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import wraps
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -14,12 +15,13 @@ import typer
 
 from attn_core import masks
 from attn_core.backends.shared.device_kinds import half_dtype
-from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.arguments import HINT, ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import OPTIONS, PLAIN, Option, Options, check_options
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
+from attn_core.selection.columns import wrapped
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
 
@@ -265,3 +267,44 @@ def _key_ranges(text: str) -> np.ndarray:
     except TypeError as error:  # too many arguments, or too few
         raise SpecError(f"{expected}: {error}") from None
     return ranges
+
+
+# Errors in the words of a command
+
+_WORDS = {
+    HINT: "change --heads or --kv-heads",
+    "cast q, k and v to one of them": "name one by --dtype",
+    "reshape to [1, batch * seq, heads, head_dim]": "leave --batch out",
+    "seq_info.cu_seqlens_q:": "--cu-seqlens:",
+    "lengths_q:": "--lengths:",
+    "lengths_k:": "--kv-lengths:",
+    "None is unbounded": "none is unbounded",
+    "None switches it off": "leave it out to switch it off",
+    "None gives": "leave it out for",
+}
+"""What the library says about its arguments -> the same about options of a command."""
+
+
+def complain(message: object) -> None:
+    """Prints an error to stderr, in lines of at most 80 columns."""
+    for line in f"attn: {message}".splitlines():
+        typer.echo(wrapped(line), err=True)
+
+
+def in_options(message: object, names: Iterable[str]) -> str:
+    """Returns a message of the library in the words of a command: ``causal=True`` is ``--causal`` there.
+
+    Args:
+        names: of the command's parameters.
+    """
+    text = str(message)
+    for words, ours in _WORDS.items():
+        text = text.replace(words, ours)
+
+    def option(found: re.Match[str]) -> str:
+        name, value = "--" + found[1].replace("_", "-"), found[2]
+        if value == "True":
+            return name
+        return f"{name}={value.strip('()').replace(' ', '').replace('None', 'none')}"
+
+    return re.sub(rf"(?<![-\w.])({'|'.join(names)})=(True\b|\([^()]*\)|)", option, text)

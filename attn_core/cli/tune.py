@@ -21,10 +21,9 @@ from attn_core import backends
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.certify.calls import sizes_of, spec_of
-from attn_core.cli.comparison import able, timed
-from attn_core.cli.complaint import complain
+from attn_core.cli.compare import able, timed
 from attn_core.cli.devices import devices_here
-from attn_core.cli.spec_options import defaults_on
+from attn_core.cli.spec_options import complain, defaults_on
 from attn_core.cli.timing import Entry, right_times
 from attn_core.cli.trial import draw
 from attn_core.errors import SpecError

@@ -18,7 +18,7 @@ from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
 from attn_core.call.pages import describe_pages
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import forward_mode, preference, same_bits
+from attn_core.selection import forward_mode, preference
 from attn_core.selection.columns import NO_BREAK, wrapped
 from attn_core.selection.target import (
     Reasons,
@@ -130,7 +130,7 @@ class Selection:
     @lazy_property
     def automatic(self) -> tuple[str, ...]:
         """The candidates of automatic choice, best first. All other backends run only when requested by name."""
-        return same_bits.candidates(self.spec, self.target)
+        return preference.candidates(self.spec, self.target)
 
 
 class NoBackendError(NotImplementedError):
@@ -157,7 +157,7 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
     for name in requested or ():
         # A wrong name is an error even behind a name that can run the call.
         backends.check_name(name)
-    candidates = requested or same_bits.candidates(spec, target)
+    candidates = requested or preference.candidates(spec, target)
     chosen = next((name for name in candidates if next(reasons_of(name, spec, target), None) is None), None)
     selection = Selection(spec, target, requested, chosen)
     if requested is None:
@@ -195,7 +195,7 @@ def choose(
     Returns:
         The chosen backend and all candidates, best first; None if no candidate can run the call.
     """
-    candidates = requested or same_bits.candidates(spec, target)
+    candidates = requested or preference.candidates(spec, target)
     for name in candidates:
         backend, covered = backend_on(target, name), claimed.get(name)
         if covered is None:
@@ -294,7 +294,7 @@ def _head(selection: Selection, everything: bool) -> list[str]:
         "lane": f"{lane[0]}: {'; '.join(lane[1])}" if lane is not None and lane[1] else None,
         "mask": selection.mask,
         "pages": describe_pages(spec),
-        "same bits": same_bits.describe_same_bits(spec, selection.backend, target.kind),
+        "same bits": preference.describe_same_bits(spec, selection.backend, target.kind),
         "max_logit": selection.max_logit,
         "forward mode": selection.forward_mode if everything else None,
         # The call is broken between its fields.
@@ -335,7 +335,7 @@ def _because(selection: Selection) -> str:
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
     if selection.spec.invariant is not None:
-        return same_bits.BECAUSE
+        return preference.BECAUSE
     if selection.source is None:
         return "the first in the usual order that can run the call"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"

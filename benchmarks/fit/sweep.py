@@ -24,8 +24,8 @@ from attn_core import backends, explain
 from attn_core.call.arithmetic import flops
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.comparison import timed
-from attn_core.cli.frameworks import versions
+from attn_core.cli.compare import timed
+from attn_core.cli.devices import versions
 from attn_core.cli.timing import DeviceLostError, Entry
 from attn_core.cli.trial import draw
 from attn_core.cli.tune import device_of

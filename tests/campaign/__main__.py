@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 
 from attn_core import backends
-from attn_core.cli.frameworks import devices_of, installed
+from attn_core.cli.devices import devices_of, installed
 from attn_core.errors import SpecError
 from attn_core.selection.whole_file import check_place
 from tests.campaign import coverage

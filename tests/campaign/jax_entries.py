@@ -11,7 +11,7 @@ import numpy as np
 
 from attn_core import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.frameworks import jax_device
+from attn_core.cli.devices import jax_device
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
 from attn_core.cli.trial import Trial, as_keywords, functions_of
 from attn_core.context_parallel.ranges import MOST_TILES

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 from attn_core import backends
-from attn_core.cli.frameworks import versions
+from attn_core.cli.devices import versions
 from attn_core.errors import LayoutWarning, SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name

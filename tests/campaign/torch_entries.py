@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.frameworks import torch_device
+from attn_core.cli.devices import torch_device
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
 from attn_core.cli.trial import Trial, keywords_of
 from attn_core.context_parallel.ranges import MOST_TILES

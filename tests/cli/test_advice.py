@@ -30,7 +30,7 @@ from attn_core.cli.advice import (
     problems,
     requirements,
 )
-from attn_core.cli.frameworks import devices_of
+from attn_core.cli.devices import devices_of
 from attn_core.selection import Target
 
 DEVICES = (

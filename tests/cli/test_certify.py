@@ -20,19 +20,18 @@ from frameworks import replaced
 from attn_core import SpecError, backends
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
-from attn_core.cli.certify import command
+from attn_core.cli.certify import certificate as module
 from attn_core.cli.certify.calls import CALLS, CHECKS, STORED, Form, Subject, accepted, calls_of, subjects_on
 from attn_core.cli.certify.certificate import (
     Certificate,
-    Entry,
     count,
     read,
     standing_of,
     user_path,
     write,
 )
-from attn_core.cli.certify.checks import entry_of
-from attn_core.cli.frameworks import versions
+from attn_core.cli.certify.checks import Entry, entry_of
+from attn_core.cli.devices import versions
 from attn_core.selection import Target
 
 TORCH, JAX = Subject("math", "torch", "cpu"), Subject("math", "jax", "cpu")
@@ -380,7 +379,7 @@ def test_a_whole_run_is_kept_in_the_users_folder_and_doctor_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "subjects_on", lambda places, names: [TORCH])
+    monkeypatch.setattr(module, "subjects_on", lambda places, names: [TORCH])
     assert standing_of("cpu", versions()) is None
     done = attn("certify", "--device", "cpu")
     assert done.exit_code == 0, done.output

@@ -11,7 +11,7 @@ from cost_tables import made_up_table, tables_in_force
 from typer.testing import CliRunner
 
 import attn_core
-from attn_core.cli import devices, in_torch, mask, trial
+from attn_core.cli import devices, drawings, in_torch, trial
 from attn_core.cli.app import app
 from attn_core.cli.spec_options import SpecOptions, defaults_on
 from attn_core.cli.timing import DeviceLostError
@@ -295,11 +295,11 @@ def test_mask_draws_documents() -> None:
 
 def test_mask_draws_large_masks_in_blocks() -> None:
     seen = np.tril(np.ones((100, 100), bool))
-    drawn = mask.draw(seen, columns=24).splitlines()  # room for 10 signs
+    drawn = drawings.draw(seen, columns=24).splitlines()  # room for 10 signs
     assert drawn[0].split()[1:] == ["▪", *"·········"]
     assert drawn[9].split()[1:] == [*"■■■■■■■■■", "▪"]
     assert "10 x 10" in drawn[-1]
-    assert "nothing to draw" in mask.draw(np.ones((3, 0), bool))
+    assert "nothing to draw" in drawings.draw(np.ones((3, 0), bool))
 
 
 def test_mask_writes_a_picture(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_compare_times_name_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             "flex": {"failed": "ValueError: no"}
         }
 
-    monkeypatch.setattr(attn_core.cli.comparison, "timed", timed)
+    monkeypatch.setattr(attn_core.cli.compare, "timed", timed)
     done = attn("compare", "--time", "--q-len", "5")
     assert done.exit_code == 1
     assert "math in torch, forward: WRONG: it differs by 0.5" in done.stdout
@@ -383,7 +383,7 @@ def test_a_device_that_fails_ends_a_command_with_one_line(monkeypatch: pytest.Mo
     def timed(*arguments: object) -> None:
         raise DeviceLostError("flash3: CUDA error")
 
-    monkeypatch.setattr(attn_core.cli.comparison, "timed", timed)
+    monkeypatch.setattr(attn_core.cli.compare, "timed", timed)
     done = attn("compare", "--time", "--q-len", "5")
     assert done.exit_code == 1
     assert "attn: the device failed and cannot be used again: flash3: CUDA error\n" in done.stderr

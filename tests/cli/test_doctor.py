@@ -16,7 +16,7 @@ from attn_core.cli import in_jax, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.certify.calls import faults_of, subjects_on
-from attn_core.cli.comparison import Row
+from attn_core.cli.compare import Row
 from attn_core.cli.doctor import Findings, State, examine, report
 from attn_core.selection import Target
 from attn_core.selection.choice import refusals

@@ -31,7 +31,7 @@ from interrupted_lines import count_lines, held_locks, interrupt_at_moment, inte
 import torch_frontend.diffusers
 import torch_frontend.flash_attn
 from attn_core import SeqInfo, cli
-from attn_core.cli import ctrl_c, tune
+from attn_core.cli import tune
 from attn_core.dropins import finetrainers
 from attn_core.paged.allocation.allocator import PageAllocator
 from attn_core.selection import tables
@@ -378,7 +378,7 @@ def test_ctrl_c_that_other_code_drops_comes_again(by: str, monkeypatch: pytest.M
         assert reference() is None
 
     def block() -> None:
-        with ctrl_c.insistent_ctrl_c():
+        with cli.insistent_ctrl_c():
             drop()
             drop()
             began.append(time.monotonic())
@@ -396,23 +396,23 @@ def test_ctrl_c_on_its_way_is_left_alone() -> None:
     finished = []
 
     def block() -> None:
-        with ctrl_c.insistent_ctrl_c():
+        with cli.insistent_ctrl_c():
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:
-                time.sleep(10 * ctrl_c.EVERY)
+                time.sleep(10 * cli.EVERY)
                 finished.append(True)
 
     with pytest.raises(KeyboardInterrupt):
         block()
-    time.sleep(5 * ctrl_c.EVERY)
+    time.sleep(5 * cli.EVERY)
     assert finished == [True]
 
 
 def test_a_handler_of_somebody_else_stays() -> None:
     for handler in (signal.SIG_IGN, lambda *_: None):
         signal.signal(signal.SIGINT, handler)
-        with ctrl_c.insistent_ctrl_c():
+        with cli.insistent_ctrl_c():
             assert signal.getsignal(signal.SIGINT) is handler
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is handler

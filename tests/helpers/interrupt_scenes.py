@@ -35,7 +35,7 @@ def scene_random() -> dict[str, Any]:
 
     import jax_frontend
     import torch_frontend
-    from attn_core.cli.ctrl_c import insistent_ctrl_c
+    from attn_core.cli import insistent_ctrl_c
     from attn_core.selection.override import requested
 
     torch.set_num_threads(1)

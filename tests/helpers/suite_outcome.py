@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from attn_core.cli.frameworks import versions
+from attn_core.cli.devices import versions
 
 COUNTED = ("passed", "failed", "failed as expected", "skipped")
 LONG = 4.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attn_core import AttentionSpec
 from attn_core.call.pages import PagedKV
 from attn_core.selection import explain
-from attn_core.selection.same_bits import FROM_PAGES
+from attn_core.selection.preference import FROM_PAGES
 from attn_core.selection.target import Target
 from benchmarks.fit.calls import as_called
 

@@ -21,7 +21,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.options import FLAGS
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.selection import choice, preference, same_bits
+from attn_core.selection import choice, preference
 from benchmarks.fit.calls import random_call
 from tests.campaign.functions import fields_of
 from torch_frontend.dispatch import eager_calls, plan, prepared
@@ -88,7 +88,7 @@ EVERYTHING = Support(
 @pytest.fixture(autouse=True)
 def empty_caches() -> Iterator[None]:
     """Selections are cached; tests that patch their inputs must neither read nor leave cached ones."""
-    caches = choice._explained, same_bits._keeper
+    caches = choice._explained, preference._keeper
     for cache in caches:
         cache.cache_clear()
     yield
@@ -206,7 +206,7 @@ def test_which_devices_a_claim_covers(devices: tuple[str, ...], runs: set[str]) 
 def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, Any]) -> None:
     spec = replace(SPEC, **asked)
     actual = explain(spec, target)
-    order = same_bits.candidates(spec, target)
+    order = preference.candidates(spec, target)
     able = [name for name in order if not selection.refusals(name, spec, target)]
     assert actual.backend == (able[0] if able else None)
     assert actual.considered[: len(order)] == order

@@ -13,12 +13,12 @@ import numpy as np
 
 from attn_core.call.functions import aux_of
 from attn_core.cli.certify.calls import Call, Case, Form, Subject, accepted, documents, drawn, refusal, sizes_of
-from attn_core.cli.certify.certificate import FAILED, NOT_RUN, PASSED, Entry
-from attn_core.cli.frameworks import installed
+from attn_core.cli.devices import installed
 from attn_core.cli.trial import Arrays, Trial, differing, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.errors import LayoutWarning
 
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 REACHES_BACK = dict.fromkeys(("flash3", "flash4"), "the last tile of a document holds the next one's first tokens")
 """A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
 SPLITS_KEYS = ("flash2", "flash3", "triton_splitkv")
@@ -221,6 +221,22 @@ JUDGES: dict[str, Callable[[Case], Finding]] = {
     "repeats": partial(same_bits, _again),
 }
 """By the name of a check."""
+
+
+class Entry(NamedTuple):
+    """The result of one check of one backend in one framework, with the calls that the backend refuses by reason."""
+
+    check: str
+    result: str
+    backend: str
+    framework: str
+    device: str
+    draws: int = 0
+    worst: float | None = None
+    seconds: float = 0.0
+    reason: str = ""
+    repeat: str = ""
+    refused: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
 
 
 def entry_of(name: str, subject: Subject, calls: dict[str, Call]) -> Entry:
