@@ -116,19 +116,14 @@ def note_call(error: BaseException, name: str) -> None:
     Args:
         name: the call's ``range_name``, which begins with the backend.
     """
-    for note in notes_of(error, name):
+    notes = [f"in the call {name}"]
+    if is_out_of_memory(error):
+        notes.append(MEMORY_REMEDY)
+        if "jax" in sys.modules and "cuda" in str(error).lower():
+            notes.append(SHARED_GPU)
+    for note in notes:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
-
-
-def notes_of(error: BaseException, name: str) -> tuple[str, ...]:
-    """Returns the notes of an error of a call's kernel."""
-    notes: tuple[str, ...] = (f"in the call {name}",)
-    if is_out_of_memory(error):
-        notes += (MEMORY_REMEDY,)
-        if "jax" in sys.modules and "cuda" in str(error).lower():
-            notes += (SHARED_GPU,)
-    return notes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

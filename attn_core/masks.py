@@ -28,39 +28,24 @@ __all__ = [
 
 
 def _check_length(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    """Returns a number of tokens as an int.
-
-    Raises:
-        ShapeError: unless it is a whole number from ``least`` to ``most``.
-    """
+    """Returns a number of tokens as an int, if it is from ``least`` to ``most``."""
     check_size(name, value, least)
     if most is not None and value > most:
         raise ShapeError(f"{name}={value}: expected at most {most}")
     return int(value)
 
 
-def _check_lengths(name: str, values: Any, least: int = 0) -> np.ndarray:
-    """Returns numbers of tokens as int64 ``[n]``.
-
-    Raises:
-        ShapeError, SpecError: unless they are a sequence of whole numbers, each at least ``least``.
-    """
+def _check_lengths(name: str, values: Any) -> np.ndarray:
+    """Returns numbers of tokens as int64 ``[n]``."""
     array = _whole_numbers(name, values, (1,))
-    if (array < least).any():
-        at = int(np.argmax(array < least))
-        raise ShapeError(f"{name}[{at}]={int(array[at])}: expected at least {least}")
+    if (array < 0).any():
+        at = int(np.argmax(array < 0))
+        raise ShapeError(f"{name}[{at}]={int(array[at])}: expected at least 0")
     return array
 
 
 def _whole_numbers(name: str, values: Any, axes: tuple[int, ...]) -> np.ndarray:
-    """Returns whole numbers as int64.
-
-    Args:
-        axes: the numbers of axes that the array may have.
-
-    Raises:
-        ShapeError, SpecError: for other values, and for another number of axes.
-    """
+    """Returns whole numbers as int64; ``axes`` are the numbers of axes that the array may have."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):

@@ -204,9 +204,10 @@ def _check_shapes(
     for name, shape in zip(names, (q, k, v), strict=True):
         # The checks below compare these numbers and the spec divides by them, which a symbol does not allow.
         if not (is_number(shape[2]) and is_number(shape[3])):
+            # As text, because the repr of a symbol is not its name.
             raise ShapeError(
-                f"{name}: expected numbers of heads and channels, got shape {_text_of(shape)}; only the batch, lengths "
-                "and the number of documents may be symbolic"
+                f"{name}: expected numbers of heads and channels, got shape [{', '.join(map(str, shape))}]; only the "
+                "batch, lengths and the number of documents may be symbolic"
             )
         if shape[2] < 1 or shape[3] < 1:
             raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
@@ -229,11 +230,6 @@ def _check_shapes(
     hint = f"; {HINT}" if names is QKV else ""
     if q[2] % k[2] and (not hint or fits_heads_first(q, k)):
         raise ShapeError(f"{of_k}: expected kv heads that divide the {q[2]} query heads, got {k[2]}{hint}")
-
-
-def _text_of(shape: tuple[int, ...]) -> str:
-    """Returns a shape as text; a symbol prints as its name, not as its repr."""
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _documents(arrays: Arrays, options: Options) -> int | None:

@@ -68,7 +68,7 @@ be wrong by 2^-14 there, and at 1e9 by a factor of the number of keys."""
 def may_be_large(spec: AttentionSpec) -> bool:
     """Returns whether a bias, ALiBi or a score function may make all logits of a row large.
 
-    ALiBi does it if a mask hides the keys near a query.
+    Callers hide keys by large negative biases, slopes or scores. ALiBi does it if a mask hides the keys near a query.
     """
     return spec.bias_shape is not None or spec.alibi_shape is not None or spec.score_mod is not None
 
@@ -78,6 +78,9 @@ _WORD = 0xFFFFFFFF
 
 def dropout_keeps(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int], Any] = int) -> Any:
     """Returns a boolean array, False where a weight is dropped. It is True with probability ``1 - dropout``.
+
+    The mask is a pure function of (seed, batch, head, row, column). numpy, torch and JAX compute the same integers, so
+    a backward needs no stored mask and the reference can check it.
 
     Args:
         rng: two integer words (seed, offset); only their low 32 bits count.
@@ -94,7 +97,10 @@ def dropout_keeps(rng: Any, indices: tuple[Any, ...], dropout: float, word: Call
 
 
 def _mix(value: Any, word: Callable[[int], Any]) -> Any:
-    """Applies lowbias32. The masks make 64-bit integers (numpy, torch) behave as 32-bit ones that wrap."""
+    """Applies "lowbias32", the 32-bit finaliser of Chris Wellons' hash-prospector (bias 0.17).
+
+    The masks make 64-bit integers (numpy, torch) behave as 32-bit ones that wrap.
+    """
     value = value & word(_WORD)
     value = value ^ (value >> word(16))
     value = (value * word(0x7FEB352D)) & word(_WORD)

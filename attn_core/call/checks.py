@@ -26,6 +26,10 @@ enabled = _enabled.get
 """Returns whether checks are on. The bound method of the context variable itself, because every call reads it."""
 
 
+MAY_HIDE = ("bias", "sinks", "lse")
+"""Operands in which -inf has a meaning: it hides a key in a bias, and switches off a sink."""
+
+
 class CheckWarning(UserWarning):
     """A finding of ``checks``; ``warnings.simplefilter("error", CheckWarning)`` makes it an error."""
 
@@ -60,8 +64,9 @@ def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None],
 def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> Iterator[str]:
     """Yields a sentence for everything in the values of a call that is almost always a mistake."""
     for name, array in arrays.items():
-        if array is not None and array.dtype.kind == "f":
-            yield from _not_finite(name, array)
+        if array is not None and array.dtype.kind == "f" and (wrong := _not_finite(name, array)).any():
+            first = [int(index) for index in np.argwhere(wrong)[0]]
+            yield f"{name}: {int(wrong.sum())} of {array.size} values are not finite, the first is {name}{first}"
     for number, array in enumerate(map(arrays.get, AUX)):
         try:
             check_ints(number, array)
@@ -73,12 +78,9 @@ def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], token
     yield from _blind_rows(spec, arrays, tokens)
 
 
-def _not_finite(name: str, array: np.ndarray) -> Iterator[str]:
-    # -inf hides a key in a bias, and switches off a sink.
-    wrong = ~np.isfinite(array) & ~((array == -np.inf) if name in ("bias", "sinks") else False)
-    if wrong.any():
-        first = tuple(int(index) for index in np.argwhere(wrong)[0])
-        yield f"{name}: {int(wrong.sum())} of {array.size} values are not finite, the first is {name}{list(first)}"
+def _not_finite(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns where an operand is NaN, or infinite without a meaning."""
+    return ~(np.isfinite(array) | ((array == -np.inf) if name in MAY_HIDE else False))
 
 
 def _polarity(mask: np.ndarray, spec: AttentionSpec) -> Iterator[str]:
@@ -116,10 +118,6 @@ def _blind_rows(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], to
         )
 
 
-MAY_HIDE = ("bias", "sinks", "lse")
-"""Operands in which -inf has a meaning."""
-
-
 def result_error(name: str, actual: Any, shape: tuple[int, ...], dtype: str, device: Any = None) -> ResultError:
     """Returns the error for a result of the wrong type, shape, dtype or device.
 
@@ -141,21 +139,14 @@ def result_error(name: str, actual: Any, shape: tuple[int, ...], dtype: str, dev
 
 
 def warn_of_results(name: str, dropout: float, operands: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Warns of every finding.
+    """Warns of each result with NaN, if every operand is finite.
+
+    An output of infinity counts as well, because it is a mean of finite values; with dropout it is not. A gradient of
+    half precision may overflow to infinity.
 
     Args:
         name: the call's ``range_name``, which begins with the backend.
         operands, results: arrays by name, of numpy or bfloat16 of ml_dtypes; None for an absent one.
-    """
-    for finding in wrong_results(name, dropout, operands, results):
-        warnings.warn(finding, CheckWarning, stacklevel=2)
-
-
-def wrong_results(name: str, dropout: float, operands: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each result with NaN, if every operand is finite. The arguments are ``warn_of_results``'s.
-
-    An output of infinity counts as well, because it is a mean of finite values; with dropout it is not. A gradient of
-    half precision may overflow to infinity.
     """
     if not all(_is_finite(operand, array) for operand, array in operands.items()):
         return
@@ -163,10 +154,12 @@ def wrong_results(name: str, dropout: float, operands: Mapping[str, Any], result
         wrong = None if array is None else _places_wrong(result, np.asarray(array), dropout)
         if wrong is not None and wrong.any():
             first = [int(index) for index in np.argwhere(wrong)[0]]
-            yield (
+            warnings.warn(
                 f"{result}: {int(wrong.sum())} of {wrong.size} values are NaN or infinite, the first is "
                 f"{result}{first}, although every input of the call {name} is finite: the kernel is wrong for this "
-                'call; name another backend, for instance backend="math"'
+                'call; name another backend, for instance backend="math"',
+                CheckWarning,
+                stacklevel=2,
             )
 
 
@@ -180,8 +173,4 @@ def _places_wrong(result: str, array: np.ndarray, dropout: float) -> np.ndarray:
 
 
 def _is_finite(name: str, array: Any) -> bool:
-    if array is None or np.issubdtype(np.asarray(array).dtype, np.integer) or np.asarray(array).dtype == bool:
-        return True
-    array = np.asarray(array)
-    hides = (array == -np.inf) if name in MAY_HIDE else False
-    return bool((np.isfinite(array) | hides).all())
+    return array is None or np.asarray(array).dtype.kind in "iub" or not _not_finite(name, np.asarray(array)).any()

@@ -193,7 +193,7 @@ _base: Counter[tuple[str, ...]] = Counter()
 
 
 def counters(*, reset: bool = False) -> Counters:
-    """Returns a snapshot of this process's counters.
+    """Returns a snapshot of this process's counters. They are always on, because only rare or slow steps count.
 
     Args:
         reset: start again from zero after this snapshot.

@@ -66,11 +66,7 @@ def merged(xp: Any, parts: Sequence[Any], lses: Sequence[Any], cast: Callable[..
 
 
 def _parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:
-    """Returns the parts of a sequence of arrays, or of one array with the parts along its first axis.
-
-    Raises:
-        SpecError: for no part. ShapeError: for an array without room for parts, and for one with very many.
-    """
+    """Returns the parts of a sequence of arrays, or of one array with the parts along its first axis."""
     if isinstance(value, list | tuple):
         parts = list(value)
     else:

@@ -88,9 +88,8 @@ def without_segments(
     causal, window, mask_mod, aux = visible
     by_position = segments.q_positions is not None or segments.kv_positions is not None
     if others.get("seq_info") is not None:
-        raise SpecError(
-            f"seq_info: expected None with {_first(segments)}, because both say which tokens belong together"
-        )
+        first = next(name for name, array in zip(Segments._fields, segments, strict=True) if array is not None)
+        raise SpecError(f"seq_info: expected None with {first}, because both say which tokens belong together")
     band: tuple[Any, Any] = (None, None)
     distances: list[Any] = []
     counts_keys = False
@@ -174,10 +173,6 @@ def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
         raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
 
 
-def _first(segments: Segments) -> str:
-    return next(name for name, array in zip(Segments._fields, segments, strict=True) if array is not None)
-
-
 def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
     """Returns the expression of equal ids and of a band of positions; cached.
 
@@ -222,12 +217,7 @@ def is_traced(window: Any, scale: Any) -> bool:
 def _without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> Scores:
     """Returns the arguments of the same call in which neither window nor scale is an array.
 
-    Args:
-        lengths: of q and k.
-        seq_info: of the call; with documents a window counts in each, which a function of the whole row cannot.
-
-    Raises:
-        ShapeError, DTypeError, SpecError: naming the argument.
+    With documents a window counts in each, which a function of the whole row cannot.
     """
     causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = scores
     if _is_array(scale):
@@ -254,9 +244,6 @@ def _without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> 
 def _traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list[Any]]:
     """Returns the distances of a window (each an int, None or ``TRACED``), whether the left one counts keys, self
     included, and the arrays of the traced ones, in order.
-
-    Raises:
-        ShapeError, DTypeError, SpecError: naming the argument.
     """
     counts_keys = not isinstance(window, (tuple, list))
     if counts_keys and not check_flag("causal", causal):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.hints import remedy_of
-from attn_core.call.kinds import is_host_int, must_be_static
+from attn_core.call.kinds import MOST, is_host_int, must_be_static
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 
@@ -193,10 +193,8 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
         raise ShapeError(f"{name}: expected at least one document, got none")
     # Python's ints do not wrap, so the comparison with the limit is exact.
     total = sum(int(length) for length in items)
-    if total > np.iinfo(np.int32).max:
-        raise SpecError(
-            f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})"
-        )
+    if total > MOST:
+        raise SpecError(f"{name}: {total} tokens in all, more than int32 offsets can address ({MOST})")
     return np.concatenate([[0], np.cumsum([int(length) for length in items])]).astype(np.int32)
 
 
@@ -230,8 +228,8 @@ def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
     missing = count - (len(offsets) - 1) if is_host_int(count) else -1
     if missing < 0:
         raise SpecError(f"max_documents={shown(count)}: expected a host int, at least the {len(offsets) - 1} documents")
-    if count > np.iinfo(np.int32).max:
-        raise SpecError(f"max_documents={shown(count)}: expected at most {np.iinfo(np.int32).max}, the largest int32")
+    if count > MOST:
+        raise SpecError(f"max_documents={shown(count)}: expected at most {MOST}, the largest int32")
     return np.pad(offsets, (0, int(missing)), "edge")
 
 
@@ -281,14 +279,17 @@ def _why_too_many(lengths: np.ndarray, tokens: int) -> str:
 
 
 def _are_valid(ends: list[int], max_len: int, tokens: int | None) -> bool:
-    """Returns whether offsets are valid."""
     fits = tokens is None or ends[-1] <= tokens
     lengths = [stop - start for start, stop in pairwise(ends)]
     return ends[0] == 0 and fits and min(lengths) >= 0 and max(lengths) <= max_len
 
 
 class Tail(NamedTuple):
-    """The extra documents for trailing tokens, by their ends.
+    """The extra documents for tokens after the last offset, by their ends. These see no key, and no query sees them.
+
+    A batch that is padded to a fixed length has such tokens. Kernels leave rows outside of all documents unwritten. So
+    the tokens become extra documents: first queries without keys, then keys without queries. None is longer than the
+    caller's longest document, because a kernel's grid is sized for that. Every backend supports documents without keys.
 
     The last offset may be unknown before the kernel runs. So the ends assume the smallest possible last offset. For a
     larger one take ``max(end, last offset)``: some of the extra documents then have no token.
@@ -319,8 +320,8 @@ def tail_of(
         last_offsets: the last offsets; None where they are traced or on a device.
     """
     for name, count in zip("qk", tokens):
-        if count > np.iinfo(np.int32).max:
-            raise ShapeError(f"{name}: {count} tokens, more than int32 offsets can address ({np.iinfo(np.int32).max})")
+        if count > MOST:
+            raise ShapeError(f"{name}: {count} tokens, more than int32 offsets can address ({MOST})")
     # Unknown offsets may end as early as 0, so the tail must be able to cover every token.
     firsts = last_offsets or (0, 0)
     # This is `longest`, unless the caller's documents could not cover the row even at that length.

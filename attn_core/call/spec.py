@@ -257,31 +257,23 @@ def _check_choices(spec: AttentionSpec) -> Options:
 
 def _check_invariant(spec: Any) -> None:
     """Raises SpecError for the first property of a spec with ``invariant`` that makes it impossible."""
+    # Key ranges say themselves what a query sees.
+    is_prefix = spec.invariant == "prefix" and spec.key_ranges_shape is None
+    sees_later_keys = is_prefix and not spec.causal and spec.window[1] != 0
     excluded = (
         (spec.dropout, f"dropout={spec.dropout}", "which weights drop depends on a row's place in the batch"),
         (spec.bias_gradient, "a gradient of the bias", "it is a sum over all rows that share the bias"),
         (spec.aux_gradients, "a gradient of aux", "it is a sum over all rows that read the array"),
         (spec.partial, "a part of each row's keys", "the parts of context parallelism depend on the number of ranks"),
-        (_sees_later_keys(spec), "keys behind a query", "a query's result would depend on tokens after it"),
+        (sees_later_keys, "keys behind a query", "a query's result would depend on tokens after it"),
     )
     for present, what, why in excluded:
         if present:
             raise SpecError(f"invariant={spec.invariant!r}: expected no {what.removeprefix('a ')}, because {why}")
 
 
-def _sees_later_keys(spec: Any) -> bool:
-    """Returns whether a query sees keys behind its own position although the call promises "prefix"."""
-    if spec.invariant != "prefix" or spec.key_ranges_shape is not None:  # ranges say themselves what a query sees
-        return False
-    return not spec.causal and spec.window[1] != 0
-
-
 def _check_field_types(spec: Any) -> None:
-    """Checks the fields of an ``AttentionSpec`` that ``check_options`` does not.
-
-    Raises:
-        ShapeError, SpecError: naming the field.
-    """
+    """Checks the types of the fields that ``check_options`` does not check."""
     for name in ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
         if not is_size(getattr(spec, name)):
             raise ShapeError(f"{name}={shown(getattr(spec, name))}: expected an int")

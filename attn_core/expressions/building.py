@@ -82,7 +82,7 @@ def _converted(op: str, operands: tuple[Expression, ...]) -> tuple[tuple[Express
     kinds = [operand.kind for operand in operands]
     if op in ("and", "or", "not"):
         if set(kinds) != {"bool"}:
-            raise Refused(f"{_sign(op)} of {_words(kinds)}: it takes bools; write a comparison such as x != 0")
+            raise Refused(f"{_sign(op)} of {' and '.join(kinds)}: it takes bools; write a comparison such as x != 0")
         return operands, "bool"
     if op == "where":
         if kinds[0] != "bool":
@@ -106,17 +106,15 @@ def _common(op: str, operands: tuple[Expression, ...], bools: bool = False) -> t
     """Returns the operands in the widest of their kinds."""
     kind: Kind = max((operand.kind for operand in operands), key=ORDER.index)
     if kind == "bool" and not bools:
-        raise Refused(f"{_sign(op)} of {_words([o.kind for o in operands])}: write & | ~, to_int(...) or where(...)")
+        raise Refused(
+            f"{_sign(op)} of {' and '.join(o.kind for o in operands)}: write & | ~, to_int(...) or where(...)"
+        )
     return tuple(cast(operand, kind) for operand in operands), kind
 
 
 def _sign(op: str) -> str:
     pattern = OPERATIONS[op].pattern
     return pattern.format("", "", "").strip("() ,") if pattern.startswith("(") else op
-
-
-def _words(kinds: list[Kind]) -> str:
-    return " and ".join(kinds)
 
 
 def _division(op: str, a: Expression, b: Expression) -> Expression:

@@ -44,12 +44,12 @@ class Operand:
     """A symbol or an array. Its operators give symbols, or refuse.
 
     Attributes:
-        recorder: ``symbols.Recorder`` of the trace that it belongs to.
+        recorder: of the trace that it belongs to.
         kind: of the value, or of the array's elements.
         device: None, which torch reads as its default; a symbol has none.
     """
 
-    recorder: Any
+    recorder: Recorder
     kind: Kind
     device = None
 
@@ -149,7 +149,7 @@ def _in_order(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[1], args[0], *args[2:]) if name == "where" and len(args) > 1 else args
 
 
-def recorder_in(values: Any) -> Any:
+def recorder_in(values: Any) -> Recorder:
     """Returns the recorder of the first symbol in a function's arguments; torch found one there."""
     for value in values:
         if isinstance(value, Operand):
@@ -199,13 +199,10 @@ class KindAsDtype:
         return f"the dtype of a symbolic {self.name}"
 
 
-def call_foreign(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: C901
+def call_foreign(recorder: Recorder, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: C901
     """Returns the symbol of a function of torch or numpy, or of a method such as ``symbol.abs()``.
 
-    Args:
-        recorder: of the trace.
-        name: of the function; double underscores around it do not count.
-        args, options: the function's.
+    Double underscores around the name do not count.
 
     Raises:
         Refused: for another function, or for options that change what it computes.
@@ -250,7 +247,7 @@ def _built(name: str, op: str, trees: list[Expression]) -> Expression:
     return build(op, *trees)
 
 
-def _clamped(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Expression:
+def _clamped(recorder: Recorder, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Expression:
     """torch's clamp and numpy's clip: ``minimum(maximum(x, min), max)``, either of them optional."""
     limits = dict(zip(("min", "max"), args[1:], strict=False)) | options
     if len(args) > 3 or not args or set(limits) - {"min", "max"}:
@@ -262,7 +259,7 @@ def _clamped(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str,
     return tree
 
 
-def _filled(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Expression:
+def _filled(recorder: Recorder, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Expression:
     """A constant of the kind of a symbol, or of a dtype: ``symbol.new_ones(())``, ``full_like(symbol, 2.0)``."""
     fill = _FILLED[name.removeprefix("new_").removesuffix("_like")]
     names = ["size"] * (name in ("new_zeros", "new_ones", "new_full")) + ["fill_value"] * (fill is None)

@@ -7,7 +7,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from attn_core.errors import shown
@@ -169,14 +169,10 @@ def failing_line(function: Any, error: BaseException) -> str:
     place = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        if _is_the_callers(trace.tb_frame):
+        if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_CALLERS:
             place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return _line(*place) if place else definition_of(function)
-
-
-def _is_the_callers(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_CALLERS
 
 
 def _line(file: str, number: int) -> str:

@@ -74,8 +74,9 @@ OPERATIONS: dict[str, Operation] = {
     "to_int": Operation("to_int({0})", "a bool or an int", "int", 1),
     "to_float": Operation("to_float({0})", "any", "float", 1),
 }
-"""Operation -> its description: the one table of them. The others are made of these: ``a > b`` is ``b < a``, ``a != b``
-is ``~(a == b)``, and ``a ** 3`` is a product."""
+"""Operation -> its description: the one table of them, which the reference page has, too.
+
+The others are made of these: ``a > b`` is ``b < a``, ``a != b`` is ``~(a == b)``, and ``a ** 3`` is a product."""
 
 ALLOWED = (
     "+ - * / // % abs() on numbers, << >> on ints, ** by a constant from 0 to 16, comparisons, & | ~ on bools, lookups "
