@@ -20,6 +20,7 @@ from attn_core.expressions.building import TRUE
 from attn_core.expressions.derivatives import ZERO, derivative, rounding
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.properties import aux_numbers, check_aux, kind_of_dtype, uses
+from attn_core.expressions.symbols import place_of
 from attn_core.expressions.tracing import TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, from_rows, nodes
 
@@ -89,13 +90,7 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
 
 def _renumbered(traced: TracedFunction, arrays: list[Any]) -> Expression:
     """Appends the captured arrays to the call's, and returns the expression with their numbers."""
-    numbers = {}
-    for number, array in enumerate(traced.captured):
-        places = [place for place, other in enumerate(arrays) if other is array]
-        if not places:
-            places = [len(arrays)]
-            arrays.append(array)
-        numbers[traced.aux_count + number] = places[0]
+    numbers = {traced.aux_count + number: place_of(array, arrays) for number, array in enumerate(traced.captured)}
     return traced.tree if all(old == new for old, new in numbers.items()) else renumbered(traced.tree, numbers)
 
 

@@ -23,6 +23,7 @@ from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions import functions
 from attn_core.expressions.building import build
+from attn_core.expressions.symbols import place_of
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, nodes
 
@@ -333,13 +334,8 @@ def _joined(
     """
     theirs = function if function is None or isinstance(function, TracedFunction) else tracer(function, aux)
     count = len(aux) if isinstance(aux, (tuple, list)) else 0
-    captured, numbers = [] if theirs is None else list(theirs.captured), []
-    for array in arrays:
-        places = [place for place, other in enumerate(captured) if other is array]
-        if not places:
-            captured.append(array)
-        numbers.append(count + (places[0] if places else len(captured) - 1))
-    tree = tree_of(tuple(numbers))
+    captured = [] if theirs is None else list(theirs.captured)
+    tree = tree_of(tuple([count + place_of(array, captured) for array in arrays]))
     return TracedFunction(tree if theirs is None else join(tree, theirs.tree), tuple(captured), count)
 
 

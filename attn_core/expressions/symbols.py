@@ -326,10 +326,7 @@ class Recorder:
         kind = kind_of_dtype(getattr(array, "dtype", None))
         if kind is None:
             raise Refused(f"an array of dtype {getattr(array, 'dtype', None)}: lookups take bool, int32 and floats")
-        place = next((i for i, other in enumerate(self.captured) if other is array), len(self.captured))
-        if place == len(self.captured):
-            self.captured.append(array)
-        return Array(self, self.aux + place, tuple(array.shape), kind)
+        return Array(self, self.aux + place_of(array, self.captured), tuple(array.shape), kind)
 
     def tree(self, value: Any) -> Expression:
         """Returns the expression of an operand: a symbol, a Python or numpy number, or an array without axes.
@@ -352,6 +349,15 @@ class Recorder:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             raise Refused(f"{shown(value)} as a number: pass it in aux and index it, or write lookup(array, q)")
         raise Refused(f"{shown(value)} ({type(value).__name__}) as a number")
+
+
+def place_of(array: Any, arrays: list[Any]) -> int:
+    """Returns the place of an array in a list, by identity; appends it if it is not there."""
+    for place, other in enumerate(arrays):
+        if other is array:
+            return place
+    arrays.append(array)
+    return len(arrays) - 1
 
 
 class Symbol(Operand):
