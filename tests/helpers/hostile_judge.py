@@ -31,7 +31,8 @@ import hostile_calls
 import hostile_values
 import numpy as np
 
-from attn_core import BridgeError, NoBackendError, PoolFullError, call
+from attn_core import BridgeError, NoBackendError, PoolFullError
+from attn_core.call import checks, observe
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy
 from attn_core.errors import MissingExtraError, SpecError
@@ -193,10 +194,12 @@ def _state_left() -> str:
 
     if override.requested() is not None:
         return f"use_backend: {override.requested()}"
-    for name in ("checks", "ranges"):
-        if getattr(call, name).enabled():
-            getattr(getattr(call, name), name)(False)
-            return name
+    if checks.enabled():
+        checks.checks(False)
+        return "checks"
+    if observe.ranges_enabled():
+        observe.ranges(False)
+        return "ranges"
     return ""
 
 
