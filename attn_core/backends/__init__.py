@@ -27,7 +27,6 @@ __all__ = [
     "FOREIGN_NAMES",
     "FORWARD_MODE",
     "IN_ORDER",
-    "OVER_REVERSE",
     "PAGED_PREFERENCE",
     "PREFERENCE",
     "ROW_MAXIMUM",

@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import attn_core
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.device_kinds import half_dtype
@@ -31,7 +30,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.devices import FRAMEWORKS
 from attn_core.cli.devices import PACKAGES as KNOWN_PACKAGES
-from attn_core.selection.target import Target
+from attn_core.selection import Target, explain, refusals
 
 Entry = dict[str, Any]
 DATA: Entry = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -57,28 +56,19 @@ TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a machine has: the facts that advice depends on.
+    """What a machine has: the facts that advice depends on."""
 
-    Attributes:
-        device: the accelerator as a Target names it, such as ``"sm90"``, ``"gfx942"`` or ``"tpu"``; else ``"cpu"``.
-        packages: the version of each installed package that matters here, by name.
-        gpus: the names of the GPUs.
-        driver: the version of NVIDIA's driver, such as ``"580.95.05"``; empty if unknown.
-        torch_cuda: the CUDA version that torch is built for; None for other builds of torch, or without torch.
-        torch_hip: whether torch is a ROCm build.
-        jax_cuda: the major CUDA version of JAX's plugin; None without one.
-        cuda_runtimes: the major CUDA versions whose runtime library can be loaded.
-        wheel_cuda: the major CUDA version that a package's wheel is linked with, by name.
-    """
-
-    device: str
+    device: str  # the accelerator as a Target names it, such as ``"sm90"``, ``"gfx942"`` or ``"tpu"``; else ``"cpu"``
+    # the version of each installed package that matters here, by name
     packages: Mapping[str, str] = field(default_factory=dict)
-    gpus: tuple[str, ...] = ()
-    driver: str = ""
+    gpus: tuple[str, ...] = ()  # the names of the GPUs
+    driver: str = ""  # the version of NVIDIA's driver, such as ``"580.95.05"``; empty if unknown
+    # the CUDA version that torch is built for; None for other builds of torch, or without torch
     torch_cuda: tuple[int, ...] | None = None
-    torch_hip: bool = False
-    jax_cuda: int | None = None
-    cuda_runtimes: tuple[int, ...] = ()
+    torch_hip: bool = False  # whether torch is a ROCm build
+    jax_cuda: int | None = None  # the major CUDA version of JAX's plugin; None without one
+    cuda_runtimes: tuple[int, ...] = ()  # the major CUDA versions whose runtime library can be loaded
+    # the major CUDA version that a package's wheel is linked with, by name
     wheel_cuda: Mapping[str, int] = field(default_factory=lambda: WHEEL_CUDA)
 
     @property
@@ -233,7 +223,7 @@ def runs_on(backend: str, device: str) -> bool:
     """Returns whether a backend has kernels for a device: it claims the device, and does not refuse it."""
     module = backends.load(backend, backends.kind_of(device))
     target = Target(module.FRAMEWORK, device)
-    reasons = (attn_core.explain(spec, target, backend).reasons(backend) for spec in calls_on(device).values())
+    reasons = (refusals(backend, spec, target) for spec in calls_on(device).values())
     # torch's own kernels claim every NVIDIA GPU and refuse the oldest, whatever the call.
     refused = (any(reason.startswith(f"device {device}:") for reason in of_call) for of_call in reasons)
     return module.FORWARD.runs_on(device) and not all(refused)
@@ -330,26 +320,17 @@ def _remedy(entry: Entry, machine: Machine) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Advice:
-    """A package for a machine.
-
-    Attributes:
-        package: its name.
-        level: ``"next"`` if automatic choice would use it or nothing else runs on the device, else ``"optional"``;
-            ``"avoid"`` if it would not work beside what is installed or advised before it.
-        backends: those that it brings to the device.
-        calls: names of the calls that automatic choice would run on it.
-        why: a sentence; for "avoid" what would break.
-        commands: to copy; empty for "avoid".
-        note: what else to know; may be empty.
-    """
+    """A package for a machine."""
 
     package: str
+    # ``"next"`` if automatic choice would use it or nothing else runs on the device, else ``"optional"``;
+    # ``"avoid"`` if it would not work beside what is installed or advised before it
     level: str
-    backends: tuple[str, ...]
-    calls: tuple[str, ...]
-    why: str
-    commands: tuple[str, ...] = ()
-    note: str = ""
+    backends: tuple[str, ...]  # those that it brings to the device
+    calls: tuple[str, ...]  # names of the calls that automatic choice would run on it
+    why: str  # a sentence; for "avoid" what would break
+    commands: tuple[str, ...] = ()  # to copy; empty for "avoid"
+    note: str = ""  # what else to know; may be empty
 
 
 def advise(machine: Machine) -> tuple[Advice, ...]:
@@ -417,7 +398,7 @@ def _gains(name: str, machine: Machine) -> tuple[str, ...]:
     ]
     target = Target("torch", machine.device, missing, tuple(builds))
     calls = calls_on(machine.device).items()
-    return tuple(call for call, spec in calls if attn_core.explain(spec, target).backend in new)
+    return tuple(call for call, spec in calls if explain(spec, target).backend in new)
 
 
 def _advice(entry: Entry, machine: Machine, gains: tuple[str, ...]) -> Advice:

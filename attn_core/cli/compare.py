@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import attn_core
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import in_jax, in_torch
@@ -24,7 +23,7 @@ from attn_core.cli.timing import Calls, Entry, broken, measure
 from attn_core.cli.trial import Arrays, Trial, differing, draw, expectation, judge
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.errors import SpecError
-from attn_core.selection import Target
+from attn_core.selection import Target, explain, refusals
 from attn_core.selection.columns import wrapped
 
 MODULES: dict[str, Any] = {"torch": in_torch, "jax": in_jax}
@@ -59,25 +58,8 @@ def compare(
     """
     device = next(iter(devices_here(device).values()))
     trial = _trial(options, device, seed, time)
-    console = Console()
-    if time:
-        timed = _timed(trial, device, repeats, quiet=json)
-        if json:
-            typer.echo(json_text.dumps({"spec": str(trial.spec), "rows": [asdict(row) for row in timed]}, indent=2))
-        else:
-            _show_times(console, trial, timed)
-        if not timed or any(_faults(row, trial.spec.dtype) for row in timed):
-            raise typer.Exit(1)
-        return
-    rows = _rows(trial, device, quiet=json)
-    # Compared per backend: two different kernels never promise equal bits.
-    equal = bit_equality(rows)
-    if json:
-        plain = {"spec": str(trial.spec), "rows": [row.as_json() for row in rows], "bit_equal": equal}
-        typer.echo(json_text.dumps(plain, indent=2))
-    else:
-        _show(console, trial, rows, equal, everything)
-    if any(row.wrong for row in rows) or not any(row.results for row in rows):
+    right = _compare_times(trial, device, repeats, json) if time else _compare_results(trial, device, everything, json)
+    if not right:
         raise typer.Exit(1)
 
 
@@ -96,27 +78,36 @@ def _trial(options: SpecOptions, device: str, seed: int, time: bool) -> Trial:
 # Errors and bits
 
 
+def _compare_results(trial: Trial, device: str, everything: bool, json: bool) -> bool:
+    """Prints the errors and the bits of each backend. Returns whether all that ran are right, and one ran."""
+    rows = []
+    with Console(stderr=True, quiet=json).status("the float64 reference") as status:
+        for row in rows_of(trial, device):
+            rows.append(row)
+            status.update(f"{row.backend} in {row.framework}: done")
+    # Compared per backend: two different kernels never promise equal bits.
+    equal = bit_equality(rows)
+    if json:
+        plain = {"spec": str(trial.spec), "rows": [row.as_json() for row in rows], "bit_equal": equal}
+        typer.echo(json_text.dumps(plain, indent=2))
+    else:
+        _show(trial, rows, equal, everything)
+    return any(row.results for row in rows) and not any(row.wrong for row in rows)
+
+
 @dataclass(frozen=True)
 class Row:
-    """One backend in one framework: its results and accuracy, or the reasons why there are none.
-
-    Attributes:
-        backend, framework: the backend and the framework that called it.
-        reasons: why it did not run, or how it failed; empty if it ran.
-        results: by name, or None.
-        accuracy: its comparison with the reference; None if it did not run or the call is too large for the reference.
-        failed: whether it was selected and raised. This is a defect; a refusal is not.
-        device: the requested device.
-        approximate: whether the backend is less precise than its dtypes. If so, an error above the bound is no defect.
-    """
+    """One backend in one framework: its results and accuracy, or the reasons why there are none."""
 
     backend: str
     framework: str
-    reasons: tuple[str, ...] = ()
-    results: Arrays | None = None
+    reasons: tuple[str, ...] = ()  # why it did not run, or how it failed; empty if it ran
+    results: Arrays | None = None  # by name, or None
+    # its comparison with the reference; None if it did not run or the call is too large for the reference
     accuracy: Accuracy | None = None
-    failed: bool = False
-    device: str = "cpu"
+    failed: bool = False  # whether it was selected and raised. This is a defect; a refusal is not.
+    device: str = "cpu"  # the requested device
+    # whether the backend is less precise than its dtypes. If so, an error above the bound is no defect.
     approximate: bool = False
 
     @property
@@ -164,8 +155,7 @@ def bit_equality(rows: list[Row]) -> dict[str, bool]:
 def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str) -> Row:
     where = Target.here(framework, device)
     # Asked first, because running the call would turn a refusal into an exception.
-    reasons = attn_core.explain(trial.spec, where, name).reasons(name)
-    if reasons:
+    if reasons := refusals(name, trial.spec, where):
         return Row(name, framework, reasons, device=device)
     approximate = where.claims(name)[0].approximate
     try:
@@ -177,25 +167,74 @@ def _row(trial: Trial, expected: Expected | None, name: str, framework: str, dev
     return Row(name, framework, (), results, accuracy, device=device, approximate=approximate)
 
 
+def _show(trial: Trial, rows: list[Row], equal: dict[str, bool], everything: bool) -> None:
+    console = Console()
+    console.print(Text(wrapped(str(trial.spec))))
+    # Before the table, which they would scroll off the screen.
+    for line in _failure_lines([row for row in rows if row.failed or everything]):
+        console.print(Text(wrapped(line, "", "  ")))
+    ran = {row.backend for row in rows if not row.reasons or row.failed}
+    refused = {row.backend for row in rows} - ran
+    if refused and not everything:
+        verb = "backend cannot" if len(refused) == 1 else "backends cannot"
+        console.print(Text(f"{len(refused)} {verb} run it on {rows[0].device}; every reason: --all", "dim"))
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "in", "of the bound", "max error", "worst in", "bits"):
+        table.add_column(title, justify="left" if title in ("backend", "in", "worst in") else "right")
+    for row in (row for row in rows if row.results is not None):
+        table.add_row(*_cells(row, equal))
+    console.print(table)
+    if not fits_oracle(trial):
+        console.print(f"errors not measured: the call has more than {ORACLE_LIMIT} softmax weights")
+
+
+def _failure_lines(rows: list[Row]) -> list[str]:
+    """Returns a line for each backend that did not run; one line for both frameworks if the reasons are the same."""
+    frameworks: dict[tuple[str, str], list[str]] = {}
+    for row in (row for row in rows if row.reasons):
+        verdict = ("FAILED: " if row.failed else "refused: ") + "; ".join(row.reasons)
+        frameworks.setdefault((row.backend, verdict), []).append(row.framework)
+    return [f"{name} in {' and '.join(names)}: {verdict}" for (name, verdict), names in frameworks.items()]
+
+
+def _cells(row: Row, equal: dict[str, bool]) -> list[str]:
+    bits = {True: "equal", False: "differ"}.get(equal.get(row.backend), "")  # type: ignore[arg-type]
+    if row.accuracy is None:
+        return [row.backend, row.framework, "", "", "", bits]
+    worst = max(row.accuracy.quantities, key=lambda quantity: quantity.use)
+    error = max(quantity.error for quantity in row.accuracy.quantities)
+    use = f"{worst.use:.2f}" + ("" if row.accuracy.ok else " WRONG")
+    return [row.backend, row.framework, use, f"{error:.1e}", worst.name, bits]
+
+
 # Times
+
+
+def _compare_times(trial: Trial, device: str, rounds: int, json: bool) -> bool:
+    """Prints the times of each backend. Returns whether all have right numbers, and one ran."""
+    rows = []
+    with Console(stderr=True, quiet=json).status("timing") as status:
+        for framework in installed():
+            if device in devices_of(framework):
+                rows += timed_rows(trial, device, rounds, framework)
+                status.update(f"{framework}: done")
+    if json:
+        typer.echo(json_text.dumps({"spec": str(trial.spec), "rows": [asdict(row) for row in rows]}, indent=2))
+    else:
+        _show_times(trial, rows)
+    return bool(rows) and not any(_faults(row, trial.spec.dtype) for row in rows)
 
 
 @dataclass(frozen=True)
 class TimedRow:
-    """The times of one backend, or of a framework's own function, in one framework.
-
-    Attributes:
-        backend, framework: what was timed.
-        selected: whether automatic choice would take it, by direction.
-        entries: what ``timing.measure`` says of it, by direction.
-        approximate: whether the backend is less precise than its dtypes.
-    """
+    """The times of one backend, or of a framework's own function, in one framework."""
 
     backend: str
     framework: str
-    selected: dict[str, bool]
-    entries: dict[str, Entry]
-    approximate: bool = False
+    selected: dict[str, bool]  # whether automatic choice would take it, by direction
+    entries: dict[str, Entry]  # what ``timing.measure`` says of it, by direction
+    approximate: bool = False  # whether the backend is less precise than its dtypes
 
 
 def timed_rows(trial: Trial, device: str, rounds: int, framework: str) -> list[TimedRow]:
@@ -205,7 +244,7 @@ def timed_rows(trial: Trial, device: str, rounds: int, framework: str) -> list[T
     target = Target.here(framework, device)
     for direction in ("forward", "training"):
         each = trial._replace(spec=replace(trial.spec, needs_backward=direction == "training"))
-        chosen[direction] = attn_core.explain(each.spec, target).backend
+        chosen[direction] = explain(each.spec, target).backend
         for name, entry in timed(each, framework, device, able(each.spec, target, chosen[direction]), rounds).items():
             entries.setdefault(name, {})[direction] = entry
     return [
@@ -222,7 +261,7 @@ def timed_rows(trial: Trial, device: str, rounds: int, framework: str) -> list[T
 
 def able(spec: AttentionSpec, target: Target, first: str | None = None) -> list[str]:
     """Returns the backends that can run a call on a target, ``first`` before the others."""
-    names = [name for name in backends.names() if not attn_core.explain(spec, target, name).reasons(name)]
+    names = [name for name in backends.names() if not refusals(name, spec, target)]
     return sorted(names, key=lambda name: name != first)
 
 
@@ -237,29 +276,8 @@ def timed(
         return measure(call, names, rounds)
 
 
-# What the command prints
-
-
-def _rows(trial: Trial, device: str, quiet: bool) -> list[Row]:
-    rows = []
-    with Console(stderr=True, quiet=quiet).status("the float64 reference") as status:
-        for row in rows_of(trial, device):
-            rows.append(row)
-            status.update(f"{row.backend} in {row.framework}: done")
-    return rows
-
-
-def _timed(trial: Trial, device: str, rounds: int, quiet: bool) -> list[TimedRow]:
-    rows = []
-    with Console(stderr=True, quiet=quiet).status("timing") as status:
-        for framework in installed():
-            if device in devices_of(framework):
-                rows += timed_rows(trial, device, rounds, framework)
-                status.update(f"{framework}: done")
-    return rows
-
-
-def _show_times(console: Console, trial: Trial, rows: list[TimedRow]) -> None:
+def _show_times(trial: Trial, rows: list[TimedRow]) -> None:
+    console = Console()
     console.print(Text(wrapped(str(replace(trial.spec, needs_backward=False)))))
     for row in rows:
         for direction, fault in _faults(row, trial.spec.dtype).items():
@@ -298,43 +316,3 @@ def _faults(row: TimedRow, dtype: str) -> dict[str, str]:
         elif not row.approximate and broken({row.backend: entry}, dtype):
             faults[direction] = f"WRONG: it differs by {entry['difference']:.2g}"
     return faults
-
-
-def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool], everything: bool) -> None:
-    console.print(Text(wrapped(str(trial.spec))))
-    # Before the table, which they would scroll off the screen.
-    for line in _failure_lines([row for row in rows if row.failed or everything]):
-        console.print(Text(wrapped(line, "", "  ")))
-    ran = {row.backend for row in rows if not row.reasons or row.failed}
-    refused = {row.backend for row in rows} - ran
-    if refused and not everything:
-        verb = "backend cannot" if len(refused) == 1 else "backends cannot"
-        console.print(Text(f"{len(refused)} {verb} run it on {rows[0].device}; every reason: --all", "dim"))
-    console.print()
-    table = Table(box=None, pad_edge=False)
-    for title in ("backend", "in", "of the bound", "max error", "worst in", "bits"):
-        table.add_column(title, justify="left" if title in ("backend", "in", "worst in") else "right")
-    for row in (row for row in rows if row.results is not None):
-        table.add_row(*_cells(row, equal))
-    console.print(table)
-    if not fits_oracle(trial):
-        console.print(f"errors not measured: the call has more than {ORACLE_LIMIT} softmax weights")
-
-
-def _failure_lines(rows: list[Row]) -> list[str]:
-    """Returns a line for each backend that did not run; one line for both frameworks if the reasons are the same."""
-    frameworks: dict[tuple[str, str], list[str]] = {}
-    for row in (row for row in rows if row.reasons):
-        verdict = ("FAILED: " if row.failed else "refused: ") + "; ".join(row.reasons)
-        frameworks.setdefault((row.backend, verdict), []).append(row.framework)
-    return [f"{name} in {' and '.join(names)}: {verdict}" for (name, verdict), names in frameworks.items()]
-
-
-def _cells(row: Row, equal: dict[str, bool]) -> list[str]:
-    bits = {True: "equal", False: "differ"}.get(equal.get(row.backend), "")  # type: ignore[arg-type]
-    if row.accuracy is None:
-        return [row.backend, row.framework, "", "", "", bits]
-    worst = max(row.accuracy.quantities, key=lambda quantity: quantity.use)
-    error = max(quantity.error for quantity in row.accuracy.quantities)
-    use = f"{worst.use:.2f}" + ("" if row.accuracy.ok else " WRONG")
-    return [row.backend, row.framework, use, f"{error:.1e}", worst.name, bits]

@@ -56,52 +56,35 @@ def doctor(
 
 @dataclass(frozen=True)
 class State:
-    """One module of a backend in this installation. Some backends have one module for CPUs and one for GPUs.
-
-    Attributes:
-        name, kind: the backend, and the kind of device that the module is for.
-        unproven: whether this project never ran it on a device that it claims.
-        version, reason: what it runs on, or why it is not available; the other is None.
-        here: whether it has kernels for a device of this machine.
-    """
+    """One module of a backend in this installation. Some backends have one module for CPUs and one for GPUs."""
 
     name: str
-    kind: str
-    unproven: bool
-    version: str | None
-    reason: str | None
-    here: bool
+    kind: str  # of the devices that the module is for
+    unproven: bool  # whether this project never ran it on a device that it claims
+    version: str | None  # what it runs on; None if it is not available
+    reason: str | None  # why it is not available; else None
+    here: bool  # whether it has kernels for a device of this machine
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that ``attn doctor`` knows about an installation.
+    """Everything that ``attn doctor`` knows about an installation."""
 
-    Attributes:
-        versions: of the packages, by name; None if not installed.
-        devices: of each framework: ``"cpu"`` first, then GPUs.
-        errors: why a framework that is installed does not work.
-        tables: which table decides, by framework and device.
-        bridge: why JAX cannot reach torch's kernels, or None.
-        backends: every module of every backend, by its label.
-        faults: those of installed kernels, as ``faults_of`` returns them.
-        operators: why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU.
-        certificate: what `attn certify` wrote about this machine, and whether it still holds; None if there is none.
-    """
-
-    versions: dict[str, str | None]
-    devices: dict[str, list[str]]
-    errors: dict[str, str]
+    versions: dict[str, str | None]  # of the packages, by name; None if not installed
+    devices: dict[str, list[str]]  # of each framework: ``"cpu"`` first, then GPUs
+    errors: dict[str, str]  # why a framework that is installed does not work
     machine: Machine
     processor: str | None
-    tables: dict[str, str]
-    bridge: str | None
-    backends: dict[str, State]
+    tables: dict[str, str]  # which table decides, by framework and device
+    bridge: str | None  # why JAX cannot reach torch's kernels, or None
+    backends: dict[str, State]  # every module of every backend, by its label
     checks: list[Row]
-    faults: tuple[known_bad.Row, ...]
+    faults: tuple[known_bad.Row, ...]  # those of installed kernels, as ``faults_of`` returns them
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
+    # why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU
     operators: str | None
+    # what `attn certify` wrote about this machine, and whether it still holds; None if there is none
     certificate: str | None
 
     @property

@@ -58,20 +58,12 @@ def target_of(framework: str, device: str, here: bool | None) -> tuple[Target, s
         here: True for this installation, False to assume that every backend is installed, None to decide by whether
             this machine has the device.
     """
-    if here is None:
-        absent = _absent(framework, device)
-        here = absent is None
-        if absent:
-            return Target(framework, device), f"({absent}: every backend is assumed to be installed)"
-    if here:
-        return Target.here(framework, device), "(as installed here)"
-    return Target(framework, device), "(every backend is assumed to be installed)"
-
-
-def _absent(framework: str, device: str) -> str | None:
+    absent = ""
     # find_spec does not import the framework, so the command stays fast.
-    if find_spec(framework) is None:
-        return f"{framework} is not installed here"
-    if device != "cpu" and device not in devices_of(framework):
-        return f"{framework} has no {device} device here"
-    return None
+    if here is None and find_spec(framework) is None:
+        absent = f"{framework} is not installed here: "
+    elif here is None and device != "cpu" and device not in devices_of(framework):
+        absent = f"{framework} has no {device} device here: "
+    if here is False or absent:
+        return Target(framework, device), f"({absent}every backend is assumed to be installed)"
+    return Target.here(framework, device), "(as installed here)"

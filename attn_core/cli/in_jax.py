@@ -15,7 +15,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.devices import jax_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
+from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, is_plain, keywords_of
 
 OWN = {"jax.nn": "xla", "jax.nn cudnn": "cudnn"}
 """The names under which jax.nn.dot_product_attention is timed, each with its implementation."""
@@ -85,8 +85,7 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
 
 def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns the names of OWN if jax.nn.dot_product_attention has arguments for the call."""
-    special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
-    if special or spec.key_ranges_shape is not None or spec.return_lse or spec.value_dim != spec.head_dim:
+    if not is_plain(spec) or spec.value_dim != spec.head_dim:
         return ()
     # is_causal and local_window_size are aligned top left.
     if spec.q_len != spec.kv_len and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
@@ -140,6 +139,4 @@ def _array(trial: Trial, name: str) -> Any:
     import jax.numpy as jnp
 
     array = getattr(trial.inputs, name)
-    if array is None:
-        return None
-    return jnp.asarray(array, str(array.dtype) if array.dtype in (np.bool_, np.int32) else dtype_of(trial, name))
+    return None if array is None else jnp.asarray(array, dtype_of(trial, name))

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from attn_core.call.functions import AUX
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.devices import torch_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
+from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, is_plain, keywords_of
 
 SDPA = "F.sdpa"
 """The name under which torch's own F.scaled_dot_product_attention is timed."""
@@ -76,11 +74,8 @@ def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents
 def _tensor(trial: Trial, name: str, where: Any) -> Any:
     import torch
 
-    array = getattr(trial.inputs, name)
-    if array is None:
+    if (array := getattr(trial.inputs, name)) is None:
         return None
-    if array.dtype in (np.bool_, np.int32):
-        return torch.from_numpy(array).to(where)
     return torch.from_numpy(array).to(getattr(torch, dtype_of(trial, name))).to(where)
 
 
@@ -116,9 +111,8 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
 
 def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns SDPA if torch's own function has arguments for the call."""
-    special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
     dense = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape is not None]
-    if special or spec.key_ranges_shape is not None or spec.return_lse or len(dense) > 1:
+    if not is_plain(spec) or len(dense) > 1:
         return ()
     # is_causal is aligned top left, and cannot be combined with a mask.
     causal = spec.causal and spec.window[0] is None and spec.q_len == spec.kv_len and not dense

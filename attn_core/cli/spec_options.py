@@ -145,19 +145,16 @@ class SpecOptions(_Choices):  # type: ignore[misc, valid-type]
             # The largest int32 as a limit: the longest document follows from these offsets.
             check_cu_seqlens(offsets, limit, side="q")
             return SeqInfo.from_lengths(np.diff(offsets).tolist())
-        if self.documents is not None:
-            return self._even_documents(self.documents)
-        return None
+        if self.documents is None:
+            return None
+        if self.documents < 1:
+            raise SpecError(f"--documents={self.documents}: expected at least 1")
+        parts = (np.array_split(range(tokens), self.documents) for tokens in self._lengths())
+        return SeqInfo.from_lengths(*([len(part) for part in each] for each in parts))
 
     def ranges(self) -> np.ndarray | None:
         """Returns the key ranges, or None. Raises SpecError if the text is no call of a constructor."""
         return None if self.key_ranges is None else _key_ranges(self.key_ranges)
-
-    def _even_documents(self, documents: int) -> SeqInfo:
-        if documents < 1:
-            raise SpecError(f"--documents={documents}: expected at least 1")
-        even = ([len(part) for part in np.array_split(range(tokens), documents)] for tokens in self._lengths())
-        return SeqInfo.from_lengths(*even)
 
     def _lengths(self) -> tuple[int, int]:
         ranges = self.ranges()

@@ -42,19 +42,13 @@ Entry = dict[str, Any]
 
 
 class Calls(NamedTuple):
-    """One call on several backends.
+    """One call on several backends."""
 
-    Attributes:
-        run: makes the call on a backend by name, and returns its results.
-        wait: waits until results are there; None if ``run`` waits itself.
-        cuda_events: whether torch's events on a CUDA stream measure the device's time. Then nothing waits for results.
-        pause: seconds before each backend's turn.
-    """
-
-    run: Callable[[str], tuple[Any, ...]]
-    wait: Callable[[Any], Any] | None = None
+    run: Callable[[str], tuple[Any, ...]]  # makes the call on a backend by name, and returns its results
+    wait: Callable[[Any], Any] | None = None  # waits until results are there; None if ``run`` waits itself
+    # whether torch's events on a CUDA stream measure the device's time. Then nothing waits for results.
     cuda_events: bool = False
-    pause: float = 0.0
+    pause: float = 0.0  # seconds before each backend's turn
 
 
 class DeviceLostError(RuntimeError):

@@ -18,24 +18,18 @@ from attn_core.expressions.tracing import Aux
 
 
 class Trial(NamedTuple):
-    """A call to run.
-
-    Attributes:
-        spec: the call.
-        inputs: numpy arrays laid out as Inputs says, with pages as PagedInputs: float64 arrays whose values the spec's
-            dtype represents exactly.
-        seq_info: the packed documents with numpy offsets, or None.
-        dout, dlse: the gradients of the output and of the log-sum-exp. dlse is None unless the spec has a backward and
-            returns the log-sum-exp.
-        seed: of the numbers.
-    """
+    """A call to run."""
 
     spec: AttentionSpec
+    # numpy arrays laid out as Inputs says, with pages as PagedInputs: float64 arrays whose values the spec's dtype
+    # represents exactly
     inputs: Any
-    seq_info: SeqInfo | None
+    seq_info: SeqInfo | None  # the packed documents with numpy offsets, or None
+    # the gradients of the output and of the log-sum-exp. dlse is None unless the spec has a backward and returns
+    # the log-sum-exp.
     dout: np.ndarray
     dlse: np.ndarray | None
-    seed: int = 0
+    seed: int = 0  # of the numbers
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -137,8 +131,17 @@ def arrays_of_call(trial: Trial) -> tuple[str, ...]:
     return (*usual, *(name for name in ("key_ranges", *AUX) if getattr(trial.inputs, name) is not None))
 
 
+def is_plain(spec: AttentionSpec) -> bool:
+    """Returns whether a call has only features that a framework's own function may have arguments for."""
+    special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
+    return not (special or spec.key_ranges_shape is not None or spec.return_lse)
+
+
 def dtype_of(trial: Trial, name: str) -> str:
-    """Returns the dtype of one of the trial's floating-point inputs in a framework."""
+    """Returns the dtype of one of the trial's inputs in a framework."""
+    array = getattr(trial.inputs, name)
+    if array.dtype in (np.bool_, np.int32):
+        return str(array.dtype)
     if name in AUX:
         return str(trial.spec.aux[AUX.index(name)].dtype)
     if name in ("alibi_slopes", "sinks"):

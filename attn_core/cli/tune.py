@@ -256,13 +256,6 @@ def _line(case: Case) -> str:
 # Models, and what a choice by them costs
 
 
-def _start(target: Target) -> Mapping[bool, Mapping[str, Model]]:
-    table = tables.shipped_table(target.framework, target.device)
-    if table is None and target.kind == "cuda":
-        table = tables.shipped_table(target.framework, NEAREST)
-    return {} if table is None else table.models
-
-
 def fitted(cases: list[Case], target: Target, held: list[Case], blind: Models | None = None) -> Models:
     """Returns the models of the backends with enough measured calls.
 
@@ -280,7 +273,11 @@ def fitted(cases: list[Case], target: Target, held: list[Case], blind: Models | 
             host = min(time, case.entries[name]["host"]) if target.kind == "cuda" else 0.0
             if _is_modelled(name, case.spec, target):
                 samples.setdefault((case.spec.needs_backward, name), []).append(Sample(kind, sizes, time, host, weight))
-    start, models = _start(target), Models({False: {}, True: {}})
+    table = tables.shipped_table(target.framework, target.device)
+    if table is None and target.kind == "cuda":
+        table = tables.shipped_table(target.framework, NEAREST)
+    start: Mapping[bool, Mapping[str, Model]] = {} if table is None else table.models
+    models: Models = {False: {}, True: {}}
     for (training, name), each in samples.items():
         first = start.get(training, {}).get(name)
         if len(each) >= (FEWEST if first is None else FEWEST_AFTER_START):

@@ -229,21 +229,13 @@ MISSING = re.compile(
 
 
 class Row(NamedTuple):
-    """What an explanation says about one backend.
-
-    Attributes:
-        backend: its name.
-        verdict: SELECTED, ABLE, BY_NAME, ONE_CHANGE or REFUSED.
-        microseconds: the predicted time; None if it is unknown or the backend cannot run the call.
-        reasons: why it cannot run the call; empty if it can.
-        never_run: see ``Support.never_run``.
-    """
+    """What an explanation says about one backend."""
 
     backend: str
-    verdict: str
-    microseconds: float | None
-    reasons: Reasons
-    never_run: str | None = None
+    verdict: str  # SELECTED, ABLE, BY_NAME, ONE_CHANGE or REFUSED
+    microseconds: float | None  # the predicted time; None if it is unknown or the backend cannot run the call
+    reasons: Reasons  # why it cannot run the call; empty if it can
+    never_run: str | None = None  # see ``Support.never_run``
 
     @property
     def detail(self) -> str:

@@ -306,17 +306,12 @@ LEAST_HOST = 0.25
 
 
 class Model(NamedTuple):
-    """The fitted parameters of one backend in one direction.
+    """The fitted parameters of one backend in one direction."""
 
-    Attributes:
-        rates: the logarithms of RATES, for a call without any of EFFECTS.
-        factors: the logarithms of FACTORS. A factor of the host says what one effect alone would multiply it by.
-        error: the root mean square error of log time over calls that the fit did not see.
-    """
-
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # the logarithms of RATES, for a call without any of EFFECTS
+    # the logarithms of FACTORS. A factor of the host says what one effect alone would multiply it by.
     factors: tuple[float, ...]
-    error: float = 0.0
+    error: float = 0.0  # the root mean square error of log time over calls that the fit did not see
 
 
 class Models:

@@ -8,6 +8,7 @@ results come from the backend of ``select``, the tangents from one that claims f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.target import Reasons, Target, refusals
 
+Refusals = tuple[tuple[str, Reasons], ...]
+
 WORDS = {
     "torch": ("torch.func.vjp, jacrev", "torch.func.jvp, jacfwd, torch.autograd.forward_ad"),
     "jax": ("jax.grad, jax.vjp", "jax.jvp, jax.linearize, jax.jacfwd"),
@@ -30,27 +33,18 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ForwardMode:
-    """The choice of the backend that computes a call's tangents.
+    """The choice of the backend that computes a call's tangents."""
 
-    Attributes:
-        spec: the call without gradients in reverse mode.
-        arrays: the numbers of the aux arrays that have tangents.
-        backend: the chosen one, or None.
-        refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
-        over_reverse: whether it is the choice of the tangents of the call's gradients.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # the call without gradients in reverse mode
     target: Target
     requested: tuple[str, ...] | None
-    arrays: tuple[int, ...]
-    backend: str | None
-    refusals: tuple[tuple[str, Reasons], ...]
-    over_reverse: bool = False
+    arrays: tuple[int, ...]  # the numbers of the aux arrays that have tangents
+    backend: str | None  # the chosen one, or None
+    refusals: Refusals  # ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none
+    over_reverse: bool = False  # whether it is the choice of the tangents of the call's gradients
 
     def __str__(self) -> str:
-        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
-        return (self.backend or "none") + (f", because {why}" if why else "")
+        return named_with_reasons(self.backend, self.refusals)
 
     def error(self) -> SpecError:
         """Returns the error for a call whose tangents no candidate can compute."""
@@ -60,14 +54,10 @@ class ForwardMode:
             got, has = "second derivatives (jax.jvp of jax.grad, jax.hessian)", "them in forward over reverse mode"
         named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
         call = self.spec, self.target, self.arrays, self.over_reverse
-        others = [name for name in self._automatic if not reasons(name, *call)]
+        automatic = backends.of_kind(backends.FORWARD_MODE, self.target.framework, self.target.kind)
+        others = [name for name in automatic if not reasons(name, *call)]
         remedy = f'; backend="{others[0]}" has {has}' if others else ""
-        why = "; ".join(f"{name}: {', '.join(each)}" for name, each in self.refusals)
-        return SpecError(f"{named}: expected reverse mode ({reverse}), got {got}: {why}{remedy}")
-
-    @property
-    def _automatic(self) -> tuple[str, ...]:
-        return backends.of_kind(backends.FORWARD_MODE, self.target.framework, self.target.kind)
+        return SpecError(f"{named}: expected reverse mode ({reverse}), got {got}: {in_words(self.refusals)}{remedy}")
 
 
 @lru_cache(maxsize=4096)
@@ -86,13 +76,9 @@ def choose(
         over_reverse: whether the tangents are those of the call's gradients.
     """
     spec = replace(spec, needs_backward=False, bias_gradient=False, aux_gradients=())
-    refused: list[tuple[str, Reasons]] = []
-    for name in requested or backends.FORWARD_MODE.get((target.framework, target.kind), ()):
-        why = reasons(name, spec, target, arrays, over_reverse)
-        if not why:
-            return ForwardMode(spec, target, requested, arrays, name, tuple(refused), over_reverse)
-        refused.append((name, why))
-    return ForwardMode(spec, target, requested, arrays, None, tuple(refused), over_reverse)
+    names = requested or backends.FORWARD_MODE.get((target.framework, target.kind), ())
+    backend, refused = first_able(names, lambda name: reasons(name, spec, target, arrays, over_reverse))
+    return ForwardMode(spec, target, requested, arrays, backend, refused, over_reverse)
 
 
 def noted(choice: ForwardMode) -> str:
@@ -103,16 +89,8 @@ def noted(choice: ForwardMode) -> str:
     """
     if choice.backend is None:
         raise choice.error()
-    target = choice.target
-    observe.count("plan", target.framework, choice.backend)
-    refused = {name: list(why) for name, why in choice.refusals}
     chosen_by = "name" if choice.requested else "static order"
-    behind = f", behind {', '.join(refused)}" if refused else ""
-    call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
-    fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
-    fields |= {"call": call, "chosen_by": chosen_by, "predicted_us": None, "refused": refused, "direction": "jvp"}
-    observe.emit("plan", f"{choice.backend} in {where}, by {chosen_by}{behind}: jvp {call}", **fields)
-    return choice.backend
+    return record("jvp", choice.spec, choice.target, choice.backend, choice.refusals, chosen_by)
 
 
 def reasons(
@@ -129,3 +107,39 @@ def reasons(
     if arrays and not claims.aux_gradients:
         forward = (*forward, f"tangent of {listed(arrays)}: {claims.kernel} has none")
     return (*forward, *(why for why in unmet_claims(claims, spec, target.device) if why not in forward))
+
+
+# What this choice and that of the largest logits (row_maximum.py) have in common
+
+
+def first_able(names: Iterable[str], why: Callable[[str], Reasons]) -> tuple[str | None, Refusals]:
+    """Returns the first backend without a reason against it, or None; and the reasons against those before it."""
+    refused: list[tuple[str, Reasons]] = []
+    for name in names:
+        against = why(name)
+        if not against:
+            return name, tuple(refused)
+        refused.append((name, against))
+    return None, tuple(refused)
+
+
+def in_words(refused: Refusals) -> str:
+    """Returns backends with the reasons against them, as text."""
+    return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+
+
+def named_with_reasons(backend: str | None, refused: Refusals) -> str:
+    """Returns a chosen backend, or "none", with the reasons against others, as text."""
+    return (backend or "none") + (f", because {in_words(refused)}" if refused else "")
+
+
+def record(direction: str, spec: AttentionSpec, target: Target, backend: str, refused: Refusals, chosen_by: str) -> str:
+    """Counts a new plan of "jvp" or "row_maximum", writes its record, and returns the backend."""
+    observe.count("plan", target.framework, backend)
+    reasons = {name: list(why) for name, why in refused}
+    behind = f", behind {', '.join(reasons)}" if reasons else ""
+    call, where = words_of(spec), f"{target.framework} on {target.device}"
+    fields: dict[str, Any] = {"backend": backend, "framework": target.framework, "device": target.device}
+    fields |= {"call": call, "chosen_by": chosen_by, "predicted_us": None, "refused": reasons, "direction": direction}
+    observe.emit("plan", f"{backend} in {where}, by {chosen_by}{behind}: {direction} {call}", **fields)
+    return backend

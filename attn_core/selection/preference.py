@@ -104,20 +104,14 @@ SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
 
 
 class Candidate(NamedTuple):
-    """A backend that has a model, for one kind of call.
+    """A backend that has a model, for one kind of call."""
 
-    Attributes:
-        place: in the usual order; it decides between equal times.
-        caution: how many times as long its predicted times count.
-        host, rates: the host's time, and a rate for each size, with caution.
-    """
-
-    place: int
+    place: int  # in the usual order; it decides between equal times
     name: str
     backend: backends.Backend
-    caution: float
-    host: float
-    rates: tuple[float, ...]
+    caution: float  # how many times as long its predicted times count
+    host: float  # the host's time, with caution
+    rates: tuple[float, ...]  # for each size, with caution
 
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
@@ -130,7 +124,10 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if spec.symbolic:  # a symbol cannot be compared
         return usual
     if spec.paged is not None:
-        return _paged_order(spec, usual)
+        # With few queries, reading keys dominates. With many, the products do, so the usual order applies.
+        if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
+            return usual
+        return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
     if _table(framework, device) is not None and (timed := _order_by_time(_of_round_lengths(spec), framework, device)):
         return timed
     if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
@@ -197,7 +194,12 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
         timed = [
             (_predicted_in_jax(each, time, spec, device), each.place, each.name) for each, time in zip(known, on_device)
         ]
-        return [*timed, (_predicted_of_xla(spec), timed[-1][1] + 1, "jax_xla")] if timed else []
+        if not timed:
+            return []
+        # torch does not run jax_xla, so it has no model.
+        scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+        of_xla = max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
+        return [*timed, (of_xla, timed[-1][1] + 1, "jax_xla")]
     return [(max(each.host, time), each.place, each.name) for each, time in zip(known, on_device)]
 
 
@@ -273,14 +275,6 @@ def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tup
     return tuple(ranked)
 
 
-def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the order for paged calls. With few queries, reading keys dominates, so DECODING comes first."""
-    # With many queries the products dominate, so the usual order applies.
-    if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
-        return usual
-    return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
-
-
 def xla_is_faster(spec: AttentionSpec) -> bool:
     """Returns whether XLA's operations run a call with numbers as sizes faster on a CPU than torch's kernels.
 
@@ -322,12 +316,6 @@ def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionS
     if spec.needs_backward and host_in_torch:
         device_time *= min(1.0, max(HIDDEN_BY_HOST, device_time / (2 * host_in_torch)))
     return max(caution * launch.get(name, launch[""]), device_time)
-
-
-def _predicted_of_xla(spec: AttentionSpec) -> float:
-    """Returns the predicted time of ``jax_xla``, which has no model: torch does not run it."""
-    scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
-    return max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
 
 
 # Calls with ``invariant``. Backends round differently, so one backend must compute all calls in which a row's bits are

@@ -12,11 +12,10 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.call import observe
-from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection
+from attn_core.selection.forward_mode import Refusals, first_able, in_words, named_with_reasons, record
 from attn_core.selection.target import Reasons, Target, backend_on, broken_rules
 
 BY_THE_KERNEL = "by the kernel of the output"
@@ -24,22 +23,15 @@ BY_THE_KERNEL = "by the kernel of the output"
 
 @dataclass(frozen=True)
 class RowMaximum:
-    """The choice of the backend that computes a call's largest logits.
+    """The choice of the backend that computes a call's largest logits."""
 
-    Attributes:
-        spec: the call, without what does not change a logit.
-        backend: the chosen one, or None.
-        refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # the call, without what does not change a logit
     target: Target
-    backend: str | None
-    refusals: tuple[tuple[str, Reasons], ...]
+    backend: str | None  # the chosen one, or None
+    refusals: Refusals  # ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none
 
     def __str__(self) -> str:
-        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
-        return f"by a second pass over q and k: {self.backend or 'none'}" + (f", because {why}" if why else "")
+        return f"by a second pass over q and k: {named_with_reasons(self.backend, self.refusals)}"
 
 
 def spec_of(spec: AttentionSpec) -> AttentionSpec:
@@ -60,13 +52,9 @@ def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
     if spec.paged is not None:
         raise SpecError("return_max_logit=True: expected keys that are not in pages; no pass reads their logits there")
     spec = spec_of(spec)
-    refused: list[tuple[str, Reasons]] = []
-    for name in backends.of_kind(backends.ROW_MAXIMUM, target.framework, target.kind):
-        why = reasons(name, spec, target)
-        if not why:
-            return RowMaximum(spec, target, name, tuple(refused))
-        refused.append((name, why))
-    return RowMaximum(spec, target, None, tuple(refused))
+    names = backends.of_kind(backends.ROW_MAXIMUM, target.framework, target.kind)
+    backend, refused = first_able(names, lambda name: reasons(name, spec, target))
+    return RowMaximum(spec, target, backend, refused)
 
 
 def with_max_logit(selection: Selection) -> Selection:
@@ -87,18 +75,10 @@ def noted(choice: RowMaximum) -> str:
     Raises:
         SpecError: if there is none; the message has every reason.
     """
-    target, refused = choice.target, {name: list(why) for name, why in choice.refusals}
     if choice.backend is None:
-        why = "; ".join(f"{name}: {', '.join(each)}" for name, each in refused.items())
+        why = in_words(choice.refusals)
         raise SpecError(f"return_max_logit=True: expected a call whose logits a backend can compare: {why}")
-    observe.count("plan", target.framework, choice.backend)
-    behind = f", behind {', '.join(refused)}" if refused else ""
-    call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
-    fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
-    fields |= {"call": call, "chosen_by": "static order", "predicted_us": None, "refused": refused}
-    message = f"{choice.backend} in {where}, by static order{behind}: row_maximum {call}"
-    observe.emit("plan", message, **fields, direction="row_maximum")
-    return choice.backend
+    return record("row_maximum", choice.spec, choice.target, choice.backend, choice.refusals, "static order")
 
 
 def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:

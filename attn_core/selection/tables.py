@@ -36,18 +36,12 @@ DIRECTIONS = {"forward": False, "training": True}
 
 @dataclass(frozen=True)
 class Table:
-    """The cost models of one device in one framework.
+    """The cost models of one device in one framework."""
 
-    Attributes:
-        source: what was measured, where and when, as text.
-        tile, processors: see ``cost_model.sizes_of_call``.
-        models: by direction (True for training), then by backend.
-    """
-
-    source: str
-    tile: int
-    processors: int
-    models: Mapping[bool, Mapping[str, Model]]
+    source: str  # what was measured, where and when, as text
+    tile: int  # see ``cost_model.sizes_of_call``
+    processors: int  # the same
+    models: Mapping[bool, Mapping[str, Model]]  # by direction (True for training), then by backend
 
 
 def user_folder() -> Path:

@@ -75,25 +75,21 @@ class Target:
         return found.forward, found.backward
 
 
+def _check_place(framework: Any, device: Any) -> None:
+    check_kind("framework", framework, str, "'torch' or 'jax'")
+    check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
+
+
 class BackendOnTarget(NamedTuple):
-    """What is known of a backend on a target before there is a call.
+    """What is known of a backend on a target before there is a call."""
 
-    Attributes:
-        module: the backend's module for this kind of device.
-        forward, backward: its claims, narrowed to the installed build; backward is None if it has no gradient.
-        build: the installed build, if it differs from the backend's claims.
-        version: of the package whose faults matter; empty if it is unknown or does not matter.
-        missing: why it is not installed.
-        unreached: why the framework cannot call it on this kind of device, whatever is installed; else None.
-    """
-
-    module: backends.Backend
-    forward: Support
-    backward: Support | None
-    build: Build | None
-    version: tuple[int, ...]
-    missing: tuple[str, ...]
-    unreached: str | None
+    module: backends.Backend  # for this kind of device
+    forward: Support  # its claims, narrowed to the installed build
+    backward: Support | None  # the same of its gradient; None if it has none
+    build: Build | None  # the installed build, if it differs from the backend's claims
+    version: tuple[int, ...]  # of the package whose faults matter; empty if it is unknown or does not matter
+    missing: tuple[str, ...]  # why it is not installed
+    unreached: str | None  # why the framework cannot call it on this kind of device, whatever is installed; else None
 
 
 @lru_cache(maxsize=1024)  # every new shape asks about the same few backends
@@ -177,11 +173,6 @@ def unclaimed_gradient(backend: BackendOnTarget, spec: AttentionSpec, target: Ta
 
 
 # This process
-
-
-def _check_place(framework: Any, device: Any) -> None:
-    check_kind("framework", framework, str, "'torch' or 'jax'")
-    check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
 
 
 @lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ from attn_core.cli.trial import Arrays, Trial, draw
 from attn_core.correctness.reference import append
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
-from attn_core.selection import Target, choice
+from attn_core.selection import Target, refusals
 
 Call = dict[str, Any]
 STORED: dict[str, Any] = json.loads((Path(__file__).parent / "calls.json").read_text(encoding="utf-8"))
@@ -94,16 +94,12 @@ def faults_of(subjects: Iterable[Subject]) -> tuple[known_bad.Row, ...]:
 
 
 class Form(NamedTuple):
-    """A call as a backend takes it.
-
-    Attributes:
-        lengths: the tokens of each document or batch row: of queries, and of keys.
-        page_size: None without pages.
-    """
+    """A call as a backend takes it."""
 
     spec: AttentionSpec
+    # the tokens of each document or batch row: of queries, and of keys
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
-    page_size: int | None = None
+    page_size: int | None = None  # None without pages
     shifted: bool = False
 
     @property
@@ -187,7 +183,7 @@ def accepted(subject: Subject, call: Call) -> Form | str:
 
 def refusal(subject: Subject, form: Form) -> str:
     """Returns why a backend does not take a form; empty if it does."""
-    return next(iter(choice.refusals(subject.backend, form.requested, subject.target)), "")
+    return next(iter(refusals(subject.backend, form.requested, subject.target)), "")
 
 
 class Case(NamedTuple):

@@ -30,17 +30,11 @@ QUERIES, KEYS = ("q", "out", "dq", "lse", "dout", "dlse"), ("k", "v", "dk", "dv"
 
 
 class Finding(NamedTuple):
-    """The result of a call.
+    """The result of a call."""
 
-    Attributes:
-        fault: what is wrong, or empty.
-        use: the largest error as a part of its bound, 0 if bits were compared.
-        missing: why nothing was compared, or empty.
-    """
-
-    fault: str = ""
-    use: float = 0.0
-    missing: str = ""
+    fault: str = ""  # what is wrong, or empty
+    use: float = 0.0  # the largest error as a part of its bound, 0 if bits were compared
+    missing: str = ""  # why nothing was compared, or empty
 
 
 def within_bounds(case: Case) -> Finding:
@@ -82,18 +76,13 @@ def _probe_of(trial: Trial) -> MaskProbe:
 
 
 class Twin(NamedTuple):
-    """Another call, of which parts must have the bits of the first. Parts are documents or batch rows.
+    """Another call, of which parts must have the bits of the first. Parts are documents or batch rows."""
 
-    Attributes:
-        words: how it differs.
-        expected: for each of its parts what the first call gave there; nothing for a part that is not compared.
-        poisoned: the part that must show its NaN or Inf in the output, or None.
-    """
-
-    words: str
+    words: str  # how it differs
     case: Case
+    # for each of its parts what the first call gave there; nothing for a part that is not compared
     expected: list[Arrays]
-    poisoned: int | None = None
+    poisoned: int | None = None  # the part that must show its NaN or Inf in the output, or None
 
 
 Twins = Callable[[Case, list[Arrays]], Iterator[Twin]]
