@@ -28,8 +28,7 @@ from attn_core.backends.shared.known_bad import includes, numbers_of
 from attn_core.backends.support import Build
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.devices import FRAMEWORKS
-from attn_core.cli.devices import PACKAGES as KNOWN_PACKAGES
+from attn_core.cli.devices import FRAMEWORKS, KNOWN_PACKAGES
 from attn_core.selection import Target, explain, refusals
 
 Entry = dict[str, Any]

@@ -16,11 +16,12 @@ from attn_core.selection.target import jax_device_name
 
 FRAMEWORKS = ("torch", "jax")
 
-PACKAGES = (
+KNOWN_PACKAGES = (
     *("numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "apache-tvm-ffi", "transformers"),
     *("jax-cuda13-plugin", "jax-cuda12-plugin", "flash-attn", "flash-attn-4", "flash-attn-3", "tokenspeed-fa3"),
     *("fa3-fwd", "xformers", "sageattention"),
 )
+"""The packages that this one can use, and whose versions a report names."""
 
 
 def installed() -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def versions() -> dict[str, str | None]:
     """Returns the versions of Python, this package and all packages that it can use; None if not installed."""
     from attn_core import __version__
 
-    return {"python": platform.python_version(), "attn-core": __version__} | tables.versions(PACKAGES)
+    return {"python": platform.python_version(), "attn-core": __version__} | tables.versions(KNOWN_PACKAGES)
 
 
 def devices_of(framework: str) -> tuple[str, ...]:

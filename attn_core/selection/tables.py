@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.selection.cost_model import FACTORS, RATES, Model
-from attn_core.selection.whole_file import make_folder, read_json, write_whole
+from attn_core.selection.whole_file import read_json, write_whole
 
 FORMAT = 4
 """Of the tables. A table in another format is not read."""
@@ -181,5 +181,4 @@ def write_table(table: dict[str, Any], path: Path) -> None:
         lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in models.items())
         directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
     text = "".join(f" {line},\n" for line in head)
-    make_folder(path)
-    write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path)
+    write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path, with_folder=True)

@@ -14,14 +14,19 @@ MOST_BYTES = 2**28
 """The largest JSON that is read. The files of a day of measuring are a hundred times smaller."""
 
 
-def write_whole(content: str | bytes, path: Path) -> None:
+def write_whole(content: str | bytes, path: Path, *, with_folder: bool = False) -> None:
     """Writes a file in one step: nobody reads half of it, and an interrupted write keeps the earlier content.
+
+    Args:
+        with_folder: whether to make the folder of the file if there is none.
 
     Raises:
         SpecError: if the file cannot be written, for instance because the disk is full. An earlier file is unchanged.
     """
     partial = _partial(path)
     with _names_file(path):
+        if with_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
@@ -35,8 +40,8 @@ def check_place(path: Path, *, with_folder: bool = False) -> None:
     """Raises SpecError if a file cannot be written; call it before the work that the file is for.
 
     Args:
-        with_folder: whether ``make_folder`` will be called before the write. It is not made yet, so that interrupted
-            work leaves nothing behind.
+        with_folder: whether the write will make the folder. It is not made yet, so that interrupted work leaves nothing
+            behind.
     """
     if with_folder:
         path = next(folder for folder in path.absolute().parents if folder.exists()) / path.name
@@ -45,12 +50,6 @@ def check_place(path: Path, *, with_folder: bool = False) -> None:
             raise IsADirectoryError("it is a folder")
         _partial(path).touch()
         _partial(path).unlink()
-
-
-def make_folder(path: Path) -> None:
-    """Makes the folder of a file. Raises SpecError if it cannot."""
-    with _names_file(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from attn_core.cli.devices import FRAMEWORKS, devices_here, installed, versions
 from attn_core.errors import SpecError
 from attn_core.selection.columns import wrapped
 from attn_core.selection.tables import device_name, user_folder
-from attn_core.selection.whole_file import check_place, make_folder, read_json, write_whole
+from attn_core.selection.whole_file import check_place, read_json, write_whole
 
 FORMAT = 1
 Certificate = dict[str, Any]
@@ -118,8 +118,7 @@ def user_path(device: str) -> Path:
 def write(certificate: Certificate, path: Path) -> None:
     """Writes a certificate in one step. Raises SpecError if the file cannot be written."""
     plain = {"format": FORMAT, **certificate}
-    make_folder(path)
-    write_whole(json_text.dumps(plain | {"checksum": _checksum(plain)}, indent=1) + "\n", path)
+    write_whole(json_text.dumps(plain | {"checksum": _checksum(plain)}, indent=1) + "\n", path, with_folder=True)
 
 
 def _checksum(plain: dict[str, Any]) -> str:
