@@ -76,7 +76,7 @@ def choose(
         over_reverse: whether the tangents are those of the call's gradients.
     """
     spec = replace(spec, needs_backward=False, bias_gradient=False, aux_gradients=())
-    names = requested or backends.FORWARD_MODE.get((target.framework, target.kind), ())
+    names = requested or backends.of_kind(backends.FORWARD_MODE, target.framework, target.kind)
     backend, refused = first_able(names, lambda name: reasons(name, spec, target, arrays, over_reverse))
     return ForwardMode(spec, target, requested, arrays, backend, refused, over_reverse)
 

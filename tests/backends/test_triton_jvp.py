@@ -77,6 +77,13 @@ def test_what_bands_and_documents_express_runs_on_the_kernel(fields: dict[str, A
     assert forward_mode.choose(spec, Target("torch", "cpu"), None).backend == "math"
 
 
+@pytest.mark.parametrize("device", ["tpu", "gfx942", "mps", "xpu"])
+def test_other_devices_have_forward_mode_by_plain_operations(device: str) -> None:
+    frameworks = {"jax": "jax_xla", "torch": "math"}
+    for framework in ("jax",) if device == "tpu" else frameworks:
+        assert forward_mode.choose(spec_of(), Target(framework, device), None).backend == frameworks[framework]
+
+
 def test_the_names_of_a_call_decide() -> None:
     spec = spec_of(causal=True)
     for names, chosen in {("math",): "math", ("flash3", "triton_jvp"): "triton_jvp", ("flash3",): None}.items():
