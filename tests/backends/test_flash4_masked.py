@@ -187,7 +187,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ALIKE = {
     *(f"gallery: {name}" for name in ("block diffusion", "shared prefix", "image blocks", "global and window")),
-    *("gallery: documents", "mask: documents", "mask: nothing", "a group of 3"),
+    *("gallery: documents", "gallery: prefix-LM", "mask: documents", "mask: nothing", "a group of 3"),
 }
 """Cases whose kernels and kinds of tables other cases have. A GPU's suite leaves them out, because each compiles."""
 PACKED_LENGTHS = (120, 0, 9, 130, 1, 40)

@@ -153,6 +153,7 @@ def run_many(run: Callable[[], Any], times: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_gpus(only=lambda backend: backend not in ("math", "flex"))  # called back as others are, and slower
 @every_backend
 def test_thousands_of_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu: Any) -> None:
     call, process = JaxCall(small_call("dense"), backend), psutil.Process()

@@ -78,6 +78,7 @@ def on(device):
     return lambda array: torch.from_numpy(array).to(device)
 
 
+@pytest.mark.on_gpus(only=lambda options, packed, **_: (packed and "softcap" in options) or "sinks" in options)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("packed", [False, True])
 def test_torch_and_flax_agree_forward_and_backward(options, packed, device):
@@ -222,8 +223,10 @@ def test_key_ranges_hide_what_their_mask_hides(mode, device):
     assert not torch.allclose(results[0], layer(x), atol=1e-3)
     if mode == "training":
         gradients = [torch.autograd.grad(out.square().sum(), [*layer.parameters()]) for out in results]
+        # The gradient of the keys' bias is 0 without rounding: it adds to all scores of a row.
+        rounding = 1e-6 * max(float(each.abs().max()) for each in gradients[1])
         for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=rounding)
 
 
 def test_functions_and_their_arrays(device):
