@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer, zeros
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import LayerKeywords
@@ -20,7 +21,7 @@ from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Cache, LayerCall, LayerFields, Projections, check_inputs, then
+from jax_frontend.flax.layer import KERNEL_INIT, Cache, LayerCall, LayerFields, Projections, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
@@ -54,8 +55,21 @@ class Attention(LayerFields, nnx.Module):
     in_kv_features: int | None = None
     rngs: nnx.Rngs | nnx.RngStream | None
     keep_rngs: bool = True
+    # No attributes: a function among them would make two layers differ.
+    kernel_init: InitVar[Initializer] = KERNEL_INIT
+    bias_init: InitVar[Initializer] = zeros
+    out_kernel_init: InitVar[Initializer | None] = None
+    out_bias_init: InitVar[Initializer | None] = None
+    sinks_init: InitVar[Initializer] = zeros
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        out_kernel_init: Initializer | None,
+        out_bias_init: Initializer | None,
+        sinks_init: Initializer,
+    ) -> None:
         for name in ("keep_rngs", "normalize_qk", "decode"):
             check_flag(name, getattr(self, name))
         source, target = self.in_kv_features, self.out_features
@@ -67,7 +81,7 @@ class Attention(LayerFields, nnx.Module):
         rngs: Any = self.rngs
         kinds: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
         linear: Any = partial(nnx.LinearGeneral, use_bias=self.use_bias, precision=self.precision, **kinds)
-        heads = partial(linear, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        heads = partial(linear, kernel_init=kernel_init, bias_init=bias_init)
         self.query = heads(self.in_features, (sizes.num_heads, sizes.head_dim))
         self.key = heads(source, (sizes.num_kv_heads, sizes.head_dim))
         self.value = heads(source, (sizes.num_kv_heads, sizes.value_dim))
@@ -79,10 +93,10 @@ class Attention(LayerFields, nnx.Module):
             (sizes.num_heads, sizes.value_dim),
             self.in_features if target is None else target,
             axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
         )
-        logits = self.sinks_init(rngs.params(), (self.num_heads,), self.param_dtype) if self.sinks else None
+        logits = sinks_init(rngs.params(), (self.num_heads,), self.param_dtype) if self.sinks else None
         self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
         # A fork, so that calls of the layer do not advance the caller's stream.
         self.rngs = rngs.dropout.fork() if self.keep_rngs and self.dropout_rate != 0 else None

@@ -96,8 +96,11 @@ Raises:
         That function stays.
 """
 install = _replacement.install
+"""Puts our attention in torch's place until ``uninstall``. Idempotent. Raises as ``installed``."""
 uninstall = _replacement.uninstall
+"""Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
 is_installed = _replacement.is_installed
+"""Returns whether our attention is in torch's place now."""
 
 
 def _name_of(function: Any) -> str:

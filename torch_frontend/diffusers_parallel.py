@@ -53,8 +53,11 @@ Raises:
     RuntimeError: if this version of diffusers has no such function.
 """
 install = _replacement.install
+"""Puts our attention in diffusers' place until ``uninstall``. Idempotent. Raises as ``installed``."""
 uninstall = _replacement.uninstall
+"""Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
 is_installed = _replacement.is_installed
+"""Returns whether our attention is in diffusers' place now."""
 
 
 def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ LATENCY, LINK = 45e-6, 300e9
 """Seconds of an empty exchange by NCCL, and bytes a second that a rank receives over NVLink."""
 RANKS_PER_HOST, NETWORK = 8, 48e9
 """Assumed, not measured: hosts of eight GPUs, and bytes a second from other hosts by a port of 400 Gb/s."""
-HIDDEN = 0.5
+PROLONGS = 0.5
 """The share of its time by which an exchange prolongs kernels that run beside it."""
 LAUNCHES = {"call": 200e-6, "tile": 160e-6, "gather": 100e-6, "hop": 220e-6, "heads": 500e-6, "run": 45e-6}
 """Seconds in which the host launches a forward of torch: once for each call; for each tile, gather of keys and hop of a
@@ -179,13 +179,14 @@ def _kernels_and_exchanges(
         steps = [[max(of_step)] for of_step in steps]
     busiest = max(zip(*steps, strict=True), key=sum, default=(0.0,))
     # Gathered keys travel during the own step alone, hops during every step.
-    overlapped = busiest[0] if plan.gathers else sum(busiest)
+    during_own = busiest[0] if plan.steps and plan.steps[0].own else 0.0
+    overlapped = during_own if plan.gathers else sum(busiest)
     far = 1.0 if plan.world > RANKS_PER_HOST else 0.0  # a hop is as slow as the one between hosts
     if plan.gathers:  # the parts on one host divide what comes from other hosts among themselves
         near = min(plan.outer, max(1, RANKS_PER_HOST // plan.inner))
         far = (plan.outer - near) / (near * (plan.outer - 1))
     hidden, exposed = (sum(_exchange(size, far) for size in sizes) for sizes in (beside, after))
-    return sum(busiest) - overlapped + max(overlapped, hidden) + HIDDEN * min(overlapped, hidden) + exposed
+    return sum(busiest) - overlapped + max(overlapped, hidden) + PROLONGS * min(overlapped, hidden) + exposed
 
 
 def _seconds_of_heads(plan: ContextPlan, size: float) -> float:

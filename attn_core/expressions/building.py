@@ -13,7 +13,7 @@ from attn_core.expressions.on_numpy import vocabulary
 from attn_core.expressions.properties import INT_MAX, INT_MIN, interval
 from attn_core.expressions.tree import OF_FLOATS, OPERATIONS, Expression, Kind
 
-ORDER = ("bool", "int", "float")
+ORDER: tuple[Kind, ...] = ("bool", "int", "float")
 MAX_POWER = 16
 
 
@@ -104,7 +104,7 @@ def _converted(op: str, operands: tuple[Expression, ...]) -> tuple[tuple[Express
 
 def _common(op: str, operands: tuple[Expression, ...], bools: bool = False) -> tuple[tuple[Expression, ...], Kind]:
     """Returns the operands in the widest of their kinds."""
-    kind: Kind = max((operand.kind for operand in operands), key=ORDER.index)
+    kind: Kind = ORDER[max(ORDER.index(operand.kind) for operand in operands)]
     if kind == "bool" and not bools:
         raise Refused(
             f"{_sign(op)} of {' and '.join(o.kind for o in operands)}: write & | ~, to_int(...) or where(...)"

@@ -276,6 +276,9 @@ class PagedCache(Generic[Array]):
         return f"{type(self).__name__}({counts}, {self.stored}, {self.allocator.report()})"
 
 
+PagedCache.__init__.__qualname__ = "PagedKVCache.__init__"  # the name that a TypeError of a missing size has
+
+
 def _check_sizes(**sizes: Any) -> None:
     for name, value in sizes.items():
         if not is_host_int(value) or value < 1:

@@ -65,8 +65,9 @@ def _compiled() -> Any:
     return torch.compile(torch_frontend.attention, backend="eager")(*_tensors(1, LENGTH, 2, 16), causal=True)
 
 
-def _cache(**options: Any) -> Any:
-    cache = torch_frontend.PagedKVCache(num_layers=1, num_pages=9, page_size=2, kv_heads=2, head_dim=16)
+def _cache(kv_dtype: str | None = None, **options: Any) -> Any:
+    sizes = {"num_layers": 1, "num_pages": 9, "page_size": 2, "kv_heads": 2, "head_dim": 16}
+    cache = torch_frontend.PagedKVCache(**sizes, kv_dtype=kv_dtype)
     cache.add("a")
     made = []
     for count in (3, 1):
@@ -132,6 +133,7 @@ ENTRIES: dict[str, Any] = {
     "qkvpacked": (lambda: torch_frontend.attention_qkvpacked(_tensors(1, LENGTH, 3, 2, 16)[0]), {}),
     "pages": (_cache, {}),
     "pages with a window": (_cache, {"window": (1, 0)}),
+    **{f"{kind} pages": (_cache, {"kv_dtype": kind}) for kind in ("int8", "int4", "float8_e4m3fn")},
     "module": (_module, {}),
     "run_attention": (_run_attention, {}),
     "unsloth's packing": (_unsloth_packing, {}),

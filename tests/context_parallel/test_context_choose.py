@@ -334,7 +334,7 @@ def test_an_exchange_hides_behind_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         return cost(call(1 << 18), "ring", (4,)).forward.device
 
     prolonged = seconds()
-    monkeypatch.setattr(costs, "HIDDEN", 0.0)
+    monkeypatch.setattr(costs, "PROLONGS", 0.0)
     hidden = seconds()
     monkeypatch.setattr(costs, "LINK", 1e20)
     assert prolonged > hidden == pytest.approx(seconds())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 
 import numpy as np
 import pytest
@@ -405,3 +406,18 @@ def test_vmap_over_layers_and_remat():
     tolerance = TOLERANCE | {"atol": TOLERANCE["atol"] * max(largest, 1.0)}
     for left, right in zip(jax.tree.leaves(desired), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(left, right, **tolerance)
+
+
+def test_two_nnx_layers_differ_in_their_parameters_alone() -> None:
+    """Whatever functions initialised them: they have one structure, and a layer can be pickled."""
+    normal = flax_nnx.initializers.normal
+    one, other = (
+        nnx.Attention(2, 8, kernel_init=normal(0.02), sinks=True, sinks_init=normal(1.0), rngs=flax_nnx.Rngs(seed))
+        for seed in (0, 1)
+    )
+    assert flax_nnx.graphdef(one) == flax_nnx.graphdef(other)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, flax_nnx.state(one), flax_nnx.state(other))
+    assert jax.tree.structure(mean) == jax.tree.structure(flax_nnx.state(one))
+    again = pickle.loads(pickle.dumps(one))
+    x = jnp.ones((1, 3, 8))
+    np.testing.assert_array_equal(again(x), one(x))

@@ -29,6 +29,8 @@ def once_differentiable(backward: Backward) -> Backward:
     and the second derivative lacks that term.
     """
 
+    silent = without_gradient(backward)
+
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
         if not torch.is_grad_enabled():  # create_graph is False, so the gradients are not differentiated
@@ -36,7 +38,7 @@ def once_differentiable(backward: Backward) -> Backward:
         # The gradients depend on each of these, so each of them must lead to the error.
         inputs = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
         # Autograd would otherwise record backwards that consist of torch operations, and differentiate these.
-        results = without_gradient(backward)(ctx, *gradients)
+        results = silent(ctx, *gradients)
         return tuple(each if each is None else _Gradient.apply(each, *inputs) for each in results)
 
     return run

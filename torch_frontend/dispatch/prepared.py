@@ -117,8 +117,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
     Args:
         prepare: prepares a call of this form. It raises for a call that is not valid, and returns None for one that
             the general path must run every time.
-        q, k, v: the first three tensors of the form, as the caller passed them. If one is not strided, the kernel
-            refuses it, and ``run`` raises the error of the general path.
+        q, k, v: the first three tensors of the form, as the caller passed them.
         others: all other arguments of the form that may be tensors.
         options: the other arguments; those that are equal and of one type must mean the same.
         backend: as the caller passed it.
@@ -133,7 +132,9 @@ def find(  # noqa: C901  one function without calls of others, because it decide
         recorded = trains or _is_grad_enabled()
         if recorded:  # without a loop, because this decides how long a small call takes
             needs = (1 if q.requires_grad else 0) | (2 if k.requires_grad else 0) | (4 if v.requires_grad else 0)
-        if others:
+        if others:  # a call on q, k and v alone finds out from the kernel, which refuses other layouts
+            if not (q.layout is k.layout is v.layout is _strided):
+                return None
             entries = []
             for tensor in others:
                 if tensor is None:

@@ -60,8 +60,11 @@ Raises:
     RuntimeError: if its registry already has another provider of this name.
 """
 install = _replacement.install
+"""Puts our attention in Finetrainers' place until ``uninstall``. Idempotent. Raises as ``installed``."""
 uninstall = _replacement.uninstall
+"""Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
 is_installed = _replacement.is_installed
+"""Returns whether our attention is in Finetrainers' place now."""
 
 
 def _member(enumeration: Any) -> Any:

@@ -69,9 +69,14 @@ def _without_gradient(call: Callable[[], Any], **named: Any) -> Any:
             return call()
         if not torch.compiler.is_compiling() and transforms.are_observing():
             raise SpecError(f"{message}, on tensors without tangents")
-        results, caches = without_gradient(call)()
+        results, caches = _silent(call)
         passed = results if isinstance(results, tuple) else (results,)
         return WithoutGradient.apply(message, next(iter(trained.values())), *passed), caches
+
+
+@without_gradient
+def _silent(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 class WithoutGradient(torch.autograd.Function):

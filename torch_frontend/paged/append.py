@@ -182,7 +182,7 @@ def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: 
     if k.device.type == "cpu":
         _append_on_cpu(k_pages, v_pages, k, v, places, scales)
     else:
-        without_gradient(on_device(append_on_gpu, k.device))(k_pages, v_pages, k, v, *places, scales=scales)
+        on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, *places, scales=scales)
 
 
 def gather(k: Tensor, k_pages: Tensor, places: Places, *, in_op: bool = False) -> Places:
@@ -381,6 +381,7 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES, 
     return write
 
 
+@without_gradient
 def append_on_gpu(
     k_pages: Any,
     v_pages: Any,

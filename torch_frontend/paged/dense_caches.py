@@ -171,7 +171,7 @@ def _form(
     cast, arrays = autocast.in_autocast(q, k, v), None
     is_traced = _is_compiling() or tensor_kinds.is_watched(q)
     # Packing would copy a cache whose rows do not lie end to end.
-    if not is_traced and all([each.stride(0) == each.shape[1] * each.stride(1) for each in (k, v)]):
+    if not is_traced and all([each.stride(0) == each.shape[1] * each.stride(1) for each in cast[1:]]):
         tensors = (*cast, None, None, options["alibi_slopes"], options["sinks"])
         arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
     names = requested_names(options["backend"]) or (None if _is_compiling() else override.requested())

@@ -35,8 +35,11 @@ Raises:
     RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
 """
 install = _replacement.install
+"""Puts our attention in Unsloth's place until ``uninstall``. Idempotent. Raises as ``installed``."""
 uninstall = _replacement.uninstall
+"""Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
 is_installed = _replacement.is_installed
+"""Returns whether our attention is in Unsloth's place now."""
 
 
 def _replacements() -> list[tuple[Any, Any]]:

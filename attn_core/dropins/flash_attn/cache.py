@@ -30,7 +30,7 @@ class Cached(NamedTuple):
         q: ``[batch, seqlen_q, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with cu_seqlens_q.
         k_cache, v_cache: ``[rows, length, kv_heads, head_dim]``, or a pool ``[num_pages, page_size, kv_heads, dim]``.
         k, v: the new tokens, ``[batch, seqlen_new, kv_heads, head_dim]``.
-        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``.
+        rotary_cos, rotary_sin: ``[max_positions, rotary_dim / 2]``.
         cache_seqlens: int32 ``[batch]``: tokens in the cache before the new ones.
         cache_batch_idx: int32 ``[batch]``: the row of the cache of each sequence.
         cache_leftpad: int32 ``[batch]``: the place of its first key.

@@ -304,7 +304,7 @@ class FlashAttention2(Generic[Array, Random]):
             k_cache, v_cache: ``[rows, length, kv_heads, head_dim]``; with block_table pages ``[num_pages, page_size,
                 kv_heads, head_dim]`` of any page size. Without gradients.
             k, v: ``[batch, seqlen_new, kv_heads, head_dim]``: written to the cache behind its cache_seqlens tokens.
-            rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate k and q, and need k. Token i stands at
+            rotary_cos, rotary_sin: ``[max_positions, rotary_dim / 2]``: rotate k and q, and need k. Token i stands at
                 position ``cache_seqlens + i``. Without causal and window, every query stands at ``cache_seqlens``.
             cache_seqlens: the tokens in the cache before the call, an int or int32 ``[batch]``; all of it if None.
             cache_batch_idx: int32 ``[batch]``: the row of the cache of each sequence; row i for sequence i if None.

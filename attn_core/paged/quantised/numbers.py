@@ -96,8 +96,8 @@ def stored_numbers(xp: Any, rows: Any, factors: Any, dtype: str) -> Any:
     factors, most = factors[..., None], LARGEST[dtype]
     product = xp.where(factors == 0, 0.0, rows * factors).clip(-most, most)
     if dtype == "float8_e4m3fn":
-        return xp.asarray(product, dtype=xp.float8_e4m3fn)
-    stored = xp.asarray(xp.nan_to_num(product, nan=0.0).round(), dtype=xp.int8)  # half to even
+        return _cast(product, xp.float8_e4m3fn)
+    stored = _cast(xp.nan_to_num(product, nan=0.0).round(), xp.int8)  # half to even
     if dtype == "int8":
         return stored
     stored, half = stored.view(xp.uint8) & 15, stored.shape[-1] // 2
@@ -108,8 +108,13 @@ def _divide(xp: Any, magnitude: Any, by: Quotient) -> tuple[Any, Any]:
     """Returns (the bits of the rounded magnitudes, the factors) of the bits of magnitudes."""
     rounded = (magnitude.clip(max=by.most) + by.dropped) & ~by.dropped
     digits = ((rounded >> (23 - by.places)) & ((1 << by.places) - 1)) | (1 << by.places)
-    quotient = xp.asarray(by.numerator // digits, dtype=xp.float32).view(xp.int32)
+    quotient = _cast(by.numerator // digits, xp.float32).view(xp.int32)
     return rounded, (quotient + ((by.exponent - (rounded >> 23)) << 23)).view(xp.float32)
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    """Returns an array in a dtype, where it is. ``torch.asarray`` would move it to torch's default device."""
+    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
 
 
 def _bits(number: float) -> int:
@@ -134,7 +139,7 @@ def real_numbers(xp: Any, stored: Any, scales: Any, dtype: str | None) -> Any:
         stored = unpack_int4(xp, stored)
     elif dtype == "float8_e4m3fn":
         stored = stored.view(xp.float8_e4m3fn)
-    return xp.asarray(stored, dtype=xp.float32) * scales[..., None]
+    return _cast(stored, xp.float32) * scales[..., None]
 
 
 def dequantised(pool: Any, scales: Any, dtype: str) -> np.ndarray:
