@@ -30,6 +30,10 @@ def campaigns() -> str:
     return "\n".join([_overview(runs), *kinds, _both_ways(runs)]).rstrip()
 
 
+MOST_REASONS = 10
+"""How many reasons of skipped tests the page shows for each suite, the most frequent first."""
+
+
 def suites() -> str:
     """Returns the outcome of the tests of GPUs, which ``make test-gpu`` stored."""
     suites = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("suite-*.json"))]
@@ -49,10 +53,14 @@ def suites() -> str:
             f"{suite['seconds']} | {suite['workers']} |"
         )
     for suite in suites:
-        devices = ", ".join(suite["devices"])
+        devices, reasons = ", ".join(suite["devices"]), list(suite["skipped"].items())
         lines += [f"\nFailed on {devices}: `{name}`" for name in suite["failed"]]
         lines += [f"\nWhy tests were skipped on {devices}:\n"]
-        lines += [f"- {count}: {reason}" for reason, count in suite["skipped"].items()] or ["None was."]
+        lines += [f"- {count}: {reason}" for reason, count in reasons[:MOST_REASONS]] or ["None was."]
+        if rest := reasons[MOST_REASONS:]:
+            lines.append(
+                f"- {sum(count for _, count in rest)} for {len(rest)} other reasons, which the stored file has"
+            )
     return "\n".join(lines)
 
 
