@@ -53,7 +53,7 @@ class Attention(LayerFields, nnx.Module):
     in_features: int
     _: KW_ONLY
     in_kv_features: int | None = None
-    rngs: nnx.Rngs | nnx.RngStream | None
+    rngs: nnx.Rngs
     keep_rngs: bool = True
     # No attributes: a function among them would make two layers differ.
     kernel_init: InitVar[Initializer] = KERNEL_INIT
@@ -99,7 +99,7 @@ class Attention(LayerFields, nnx.Module):
         logits = sinks_init(rngs.params(), (self.num_heads,), self.param_dtype) if self.sinks else None
         self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
         # A fork, so that calls of the layer do not advance the caller's stream.
-        self.rngs = rngs.dropout.fork() if self.keep_rngs and self.dropout_rate != 0 else None
+        self.rngs = rngs.dropout.fork() if self.keep_rngs and self.dropout_rate != 0 else None  # type: ignore[assignment]
         self.cached_key: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)

@@ -73,7 +73,6 @@ def attention_qkvpacked(
     if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
         return attention(*qkv.unbind(-3), **said)
     (qkv,) = autocast.in_autocast(qkv)
-    trains = torch.is_grad_enabled() and qkv.requires_grad
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
         return attention(*qkv.unbind(-3), **said)
     # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
@@ -104,16 +103,15 @@ def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Any:
 def _prepare_training(request: Request) -> Prepared | None:
     """Prepares a call whose qkv autograd records. ``run`` takes qkv and the tables: mask, bias, slopes and sinks."""
     qkv, _, _, *tables = request.entries
-    options, of_tables = checked_options(*request.options), request.needs >> 3
-    is_slope_trained = of_tables >> 2 & 1  # an error
-    if request.trains or options.dropout or is_slope_trained:
+    options, learned = checked_options(*request.options), request.learned
+    if request.trains or options.dropout or learned.alibi_slopes:  # slopes with a gradient are an error
         return None
     assert qkv is not None
     check_qkv_as_one(plan.facts(*qkv), False)
     shape, dtype, device = qkv
     part = torch.Size((*shape[:-3], *shape[-2:])), dtype, device
     entries = Inputs(part, part, part, *tables)[: len(Arrays._fields)]
-    call_plan = plan.plan(entries, options, True, bool(of_tables >> 1 & 1), request.requested)
+    call_plan = plan.plan(entries, options, True, bool(learned.bias), request.requested)
     absent = (None,) * (len(Inputs._fields) - 7)
 
     def build(call_plan: plan.Plan) -> Callable[..., Any]:

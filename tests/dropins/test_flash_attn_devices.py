@@ -128,7 +128,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(triton_launch, "_launches", {})
     monkeypatch.setattr(triton_splitkv, "_kernels", lambda: SimpleNamespace(attend="attend", merge="merge"))
     monkeypatch.setattr(triton_splitkv, "multiprocessors", lambda _: 132)
-    caches = (triton_splitkv._settings, triton_splitkv._results, page_tables._on_stream)
+    caches = (triton_splitkv._settings, page_tables._on_stream)
     for each in caches:
         each.cache_clear()
     empty_plan_caches(programs=False)

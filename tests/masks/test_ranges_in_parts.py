@@ -196,7 +196,6 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
     module: Any = _frontend_module(framework)
     if framework == "torch":
         torch_parts._plan_in_parts.cache_clear()
-        torch_parts._repeated.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose", choose)
         results = run(framework, call, backend, device, ranges_on_host=True)

@@ -45,13 +45,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(triton_launch, "_launches", {})
     monkeypatch.setattr(triton_splitkv, "_kernels", lambda: SimpleNamespace(attend="attend", merge="merge"))
     monkeypatch.setattr(triton_splitkv, "multiprocessors", lambda device: 132)
-    caches = (triton_splitkv._settings, triton_splitkv._results)
-    for each in caches:
-        each.cache_clear()
+    triton_splitkv._settings.cache_clear()
     empty_plan_caches(programs=False)
     yield kernels
-    for each in caches:
-        each.cache_clear()
+    triton_splitkv._settings.cache_clear()
     empty_plan_caches(programs=False)
 
 

@@ -45,7 +45,6 @@ def splits_of(patch: pytest.MonkeyPatch, count: int) -> None:
     """So many splits, however few keys there are."""
     patch.setattr(triton_splitkv, "splits", lambda spec, multiprocessors: count)
     triton_splitkv._settings.cache_clear()
-    triton_splitkv._results.cache_clear()
 
 
 def tensors(call: PagedCall) -> PagedInputs:

@@ -89,12 +89,12 @@ def prepare(request: Request) -> Prepared | None:
         return None
     if "max_len_q" in values:
         options = options._replace(max_len_q=values["max_len_q"], max_len_k=values["max_len_k"])
-    needs = Inputs(*[bool(request.needs >> place & 1) for place in range(9)])
-    if needs.alibi_slopes:  # an error
+    learned = request.learned
+    if learned.alibi_slopes:  # an error
         return None
     given, entries = len(request.entries), Inputs(*request.entries)
     entries = _exchanged(entries) if heads_first else entries
-    call_plan = _plan(entries, options, request, bool(needs.bias))
+    call_plan = _plan(entries, options, request, bool(learned.bias))
     on_host = entries.q[2].type == "cpu"
     run = _run_dense if given == 3 else _run_on_documents_of_host if call_plan.spec.packed and on_host else _run
     # Autograd can differentiate a shortcut, so only a call without one needs our autograd function.
@@ -235,19 +235,14 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     metadata, names = entries[: len(Arrays._fields)], requested_names(request.requested)
     arguments = (metadata, options, records, False, names, None)
     plan.request(*arguments)  # raises the error of a call that is not valid
-    of_content = partial(in_parts.plan_of_content, arguments)
-    usual = None if on_host else plan.plan(*arguments)
+    planned = None if on_host else plan.plan(*arguments)
 
     def build(watched: Callable[[Plan], Plan]) -> Run:
-        watched_usual = usual and watched(usual)
-
         def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Any:
-            if watched_usual is not None:
-                call_plan = watched_usual
-            else:
-                found, key_ranges = in_parts.planned(of_content, key_ranges, device)
-                call_plan = watched(found)
-            inputs = Inputs(q, k, v, None, None, None, None, None, None, key_ranges)
+            call_plan, inputs = planned, Inputs(q, k, v, key_ranges=key_ranges)
+            if call_plan is None:
+                call_plan, inputs = in_parts.resolve(arguments, inputs)
+            call_plan = watched(call_plan)
             if records:
                 return autograd.AttentionFunction.apply(call_plan, *inputs)
             results = run_forward(call_plan, inputs)

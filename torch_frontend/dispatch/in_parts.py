@@ -5,7 +5,6 @@ Ranges are on the host as an array of numpy, or as a tensor on the CPU, also bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -66,29 +65,6 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
     if not inputs.q.is_cpu:
         inputs = inputs._replace(key_ranges=on_gpu(content, tuple(ranges.shape), inputs.q.device))
     return plan.plan(*arguments), inputs
-
-
-def plan_of_content(arguments: Arguments, content: bytes) -> Plan:
-    """Returns the plan of a call whose key ranges have these bytes, in parts if that is the best way to run it."""
-    return _plan_in_parts(arguments, content, None) or plan.plan(*arguments)
-
-
-def planned(of_content: Callable[[bytes], Plan], key_ranges: Tensor, device: torch.device) -> tuple[Plan, Tensor]:
-    """Returns the plan of a repeated call with int32 ranges on the host, and the ranges that the plan takes.
-
-    Args:
-        of_content: ``plan_of_content`` of the call's arguments, one object for all calls that repeat it.
-        device: of q.
-    """
-    content = content_of(key_ranges)
-    found = _repeated(of_content, content)
-    return found, key_ranges if found.in_parts else on_gpu(content, key_ranges.shape, device)
-
-
-# As small as the cache of plans in parts, which hold tensors on the device.
-@lru_cache(maxsize=64)
-def _repeated(of_content: Callable[[bytes], Plan], content: bytes) -> Plan:
-    return of_content(content)
 
 
 _recent: tuple[tuple[bytes, Any], ...] = ()

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from attn_core.call import checks, observe
+from attn_core.call.tensors import Inputs
 from attn_core.selection import new_plans, override
 from torch_frontend.dispatch import autocast, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.plan import Metadata
@@ -38,6 +39,11 @@ class Request(NamedTuple):
     requested: Requested
     """The backends that the call's ``backend=`` or ``use_backend`` names."""
     options: tuple[Any, ...]
+
+    @property
+    def learned(self) -> Inputs:
+        """Whether autograd needs the gradient of each tensor, if these are the first fields of ``Inputs``."""
+        return Inputs(*[bool(self.needs >> place & 1) for place in range(len(self.entries))])
 
 
 class Prepared(NamedTuple):

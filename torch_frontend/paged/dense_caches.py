@@ -164,9 +164,8 @@ def _form(
         needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     if needs_backward or transforms.are_observing() or sdpa_flags.now() is not None:  # pages heed no sdpa_kernel
         return "ranges", qkv
-    if (
-        not _is_compiling() and tensor_kinds.are_jit_traces_active() is not None
-    ):  # it also runs with tensors of training
+    # A trace also runs with tensors of training.
+    if not _is_compiling() and tensor_kinds.are_jit_traces_active() is not None:
         return "ranges", qkv
     cast, arrays = autocast.in_autocast(q, k, v), None
     is_traced = _is_compiling() or tensor_kinds.is_watched(q)

@@ -142,12 +142,6 @@ def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, 
     return lower(spec), tiles(spec), splits(spec, multiprocessors(device))
 
 
-@lru_cache(maxsize=4096)
-def _results(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of out and lse."""
-    return spec.out_shape, spec.lse_shape
-
-
 @cache
 def _kernels() -> Any:
     from attn_core.backends.triton_splitkv import kernels
@@ -201,7 +195,7 @@ def _buffers(spec: AttentionSpec, q: Any, into: Any, count: int) -> tuple[Any, A
     merges, or out and lse again for none."""
     import torch
 
-    out_shape, lse_shape = _results(spec)
+    out_shape, lse_shape = spec.out_shape, spec.lse_shape
     out, lse = into or (None, None)
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
