@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.known_bad import numbers_of
+from attn_core.backends.shared.readable import readable
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -151,7 +152,7 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     import torch
 
     how = lower(spec, word)
-    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+    q, k, v = (readable(tensor) for tensor in inputs[:3])
     # Smoothing: k without its mean has smaller values, so 8 bits represent it better. The softmax is the same.
     mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
     operands: tuple[Any, ...] = (q, k - mean, v)

@@ -27,7 +27,7 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.shared.pages import flash_paged
-from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -187,7 +187,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     how = lower(spec)
     if spec.invariant is not None or spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
         return None
-    kernel, settings, readable_rows = _extension().fwd, _settings(spec, how, None), rewrites.readable_rows
+    kernel, settings = _extension().fwd, _settings(spec, how, None)
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         results = kernel(*readable_rows(q, k, v), None, *settings, False, None)

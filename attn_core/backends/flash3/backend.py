@@ -37,7 +37,7 @@ from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
-from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.masks import band
 from attn_core.call.pages import PagedKV
@@ -266,7 +266,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     """See ``Backend.shortcut``: the operator alone, for calls without a gradient."""
     if spec.needs_backward or not rewrites.is_native(KERNEL, spec):
         return None
-    operator, readable_rows = _operator(spec, "forward", "q", "k", "v"), rewrites.readable_rows
+    operator = _operator(spec, "forward", "q", "k", "v")
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         out, lse, *_ = operator(*readable_rows(q, k, v))

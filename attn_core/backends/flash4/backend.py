@@ -25,11 +25,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.flash4 import direct, disk_cache, functions, masked, own_kernels, versions
-from attn_core.backends.flash4.direct import backward_width, copy_if_expanded, readable, window, writable
+from attn_core.backends.flash4.direct import backward_width, copy_if_expanded, window, writable
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+from attn_core.backends.shared.readable import readable
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
@@ -306,7 +307,7 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     out, lse = (None, None) if into is None else map(writable, into)
     results = _kernels()[0](
-        *(rewrites.readable(inputs.q), k, v),
+        *(readable(inputs.q), k, v),
         cu_seqlens_q=query_offsets(spec, inputs),
         seqused_k=lengths,
         page_table=table,
@@ -432,7 +433,7 @@ def sink_gradient(
         return result.zero_().to(sinks.dtype)
     # The kernel reads four channels at once. A width between two multiples of eight gets channels of zeros.
     width = rewrites.whole_eights(out.shape[-1])
-    out, dout = (readable(rewrites.padded(tensor, width)) for tensor in (out, dout))
+    out, dout = (direct.readable(rewrites.padded(tensor, width)) for tensor in (out, dout))
     *rows, heads, tokens = lse.shape
     shape = heads, rows[0] if rows else 1, -(-tokens // SINK_ROWS)
     sums = torch.empty(shape, dtype=lse.dtype, device=sinks.device)

@@ -26,7 +26,7 @@ from attn_core.backends.flash4.program import check_constant, zeroed_memory
 from attn_core.backends.flash4.recorder import private_copy, watching
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
-from attn_core.backends.shared.rewrites import copied
+from attn_core.backends.shared.readable import copied
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

@@ -22,9 +22,10 @@ from attn_core.backends.flex.blocks import (
 )
 from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
+from attn_core.backends.shared.readable import copied
 from attn_core.call.functions import aux_of, reads
 from attn_core.call.masks import band
-from attn_core.call.observe import bias_copied, operand_copied
+from attn_core.call.observe import bias_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_torch import torch_function
@@ -182,8 +183,7 @@ def arrange(tensor: Any) -> tuple[Any, int | str]:
     dense = tensor.stride(3) == 1 and tensor.stride(2) == dim and step % 8 == 0
     if dense and length > 1 and (batch == 1 or tensor.stride(0) == length * step):
         return tensor, step
-    operand_copied()
-    return tensor.contiguous(), "tokens"
+    return copied(tensor), "tokens"
 
 
 # The block tables of a call whose visibility depends on tensors, by compiled programs.

@@ -27,6 +27,7 @@ from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
 from attn_core.backends.shared.programs.operator_recorder import outside
+from attn_core.backends.shared.readable import readable, readable_rows
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -132,7 +133,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     has_bias = explicit(spec)
     if not rewrites.is_native(_kernel(spec), spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
         return None
-    how, kernel, readable = lower(spec), forward_binding(), rewrites.readable_rows
+    how, kernel = lower(spec), forward_binding()
     is_causal, scale, with_lse, lse_shape = how["is_causal"], how["scale"], how["with_lse"], spec.lse_shape
     prepared = None if how["band_in_bias"] else additive_of(spec, spec.dtype, aligned=False)
 
@@ -140,7 +141,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         added = None
         if has_bias:
             added = prepared(mask, bias) if prepared else additive(spec, how, q, mask, bias)
-        q, k, v = readable(q, k, v)
+        q, k, v = readable_rows(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse, *_ = kernel(q, k, v, added, with_lse, 0.0, is_causal, False, scale=scale)
         copy_other_layouts(out)
@@ -177,7 +178,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
 
     how = lower(spec)
     # [batch, seq, heads, dim] -> [batch, heads, seq, dim], as views
-    q, k, v = (rewrites.readable(tensor).transpose(1, 2) for tensor in inputs[:3])
+    q, k, v = (readable(tensor).transpose(1, 2) for tensor in inputs[:3])
     bias, empty = kernel_bias(spec, how, inputs)
     out, lse, *_ = _kernels()[0](q, k, v, bias, how["with_lse"], 0.0, how["is_causal"], False, scale=how["scale"])
     # A log-sum-exp that nobody asked for has no meaning, but its shape.
@@ -191,7 +192,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     import torch
 
     how = lower(spec)
-    q, k, v = (rewrites.readable(tensor).transpose(1, 2) for tensor in inputs[:3])
+    q, k, v = (readable(tensor).transpose(1, 2) for tensor in inputs[:3])
     bias, empty = kernel_bias(spec, how, inputs)
     if empty is not None:
         lse = lse.masked_fill(lse == -torch.inf, NO_WEIGHT)  # exp(score - 1e30) is 0, without -inf minus -inf

@@ -25,6 +25,7 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
+from attn_core.backends.shared.readable import readable_rows
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import Band
@@ -175,7 +176,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     prepared = tensors.added_of(spec) if has_bias else None
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
-        q, k, v = rewrites.readable_rows(q, k, v, tensors.addressable)
+        q, k, v = readable_rows(q, k, v, tensors.is_addressable)
         if group > 1:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
         added = prepared(mask, bias) if prepared else None

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import aten_masks
-from attn_core.backends.shared.rewrites import by_kv_head, readable
-from attn_core.call.observe import operand_copied
+from attn_core.backends.shared.readable import readable, whole_vectors
+from attn_core.backends.shared.rewrites import by_kv_head
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -51,8 +51,8 @@ def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Kernel
     import torch
 
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in inputs[:3])
-    q = addressable(q[:, how["rows"]])
-    k, v = (for_each_head(addressable(tensor), spec.group_size) for tensor in (k, v))
+    q = readable(q[:, how["rows"]], is_addressable)
+    k, v = (for_each_head(readable(tensor, is_addressable), spec.group_size) for tensor in (k, v))
     if spec.packed:
         return _packed(spec, how, inputs, KernelOperands(q, k, v))
     if inputs.mask is None and inputs.bias is None:
@@ -171,14 +171,11 @@ def _padded(rows: int) -> int:
     return -(-rows // ROWS_OF_LSE) * ROWS_OF_LSE
 
 
-def addressable(tensor: Any) -> Any:
-    """Returns a ``[batch, length, heads, dim]`` tensor that the kernel can read, copied if needed."""
-    tensor = readable(tensor)
+def is_addressable(tensor: Any) -> bool:
+    """Returns whether the kernel can read a ``[batch, length, heads, dim]`` tensor."""
     # Views of wide rows, as of one packed projection, have strides that reach further than the tensor's own elements.
-    if tensor.shape[1] * tensor.stride(1) < ADDRESSES:
-        return tensor
-    operand_copied()
-    return tensor.contiguous()
+    near = tensor.shape[1] * tensor.stride(1) < ADDRESSES or tensor.is_contiguous()
+    return near and whole_vectors(tensor)
 
 
 class QueryTokens(NamedTuple):

@@ -23,11 +23,11 @@ from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_block
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, has_tiles, kernels, run_twice
 from attn_core.backends.shared.pages.as_dense import packed_documents
 from attn_core.backends.shared.parts.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
+from attn_core.backends.shared.readable import readable
 from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.backends.support import Build, Support
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
-from attn_core.call.observe import operand_copied
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
@@ -133,12 +133,12 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
-            q, k, v = _readable(q), _readable(k), _readable(v)
+            q, k, v = readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return op(_readable(q), _readable(k), _readable(v))
+        return op(readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows))
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
@@ -163,7 +163,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-            q, k, v = _readable(q), _readable(k), _readable(v)
+            q, k, v = readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows)
         if not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
@@ -180,7 +180,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
         if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        out, lse = op(_readable(q), _readable(k), _readable(v), attn_mask=added)
+        out, lse = op(readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows), attn_mask=added)
         if by_results and not containment.are_results_finite(out, lse):
             return None
         if learns and not size(lse, inf).item() < LARGE_LSE:
@@ -196,7 +196,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     how = lower(spec)
     if how["by_document"]:
         return _packed_backward(spec, inputs, out, lse, dout)
-    inputs, dout = _all_readable(inputs), _readable(dout)
+    inputs, dout = _all_readable(inputs), readable(dout, _has_rows)
     large = containment.large_queries(spec, lse) if how["additive_mask"] else None
     if how["additive_mask"]:
         shown = lse if large is None else lse.masked_fill(large[:, None], inf)  # the weights exp(score - inf) are 0
@@ -216,18 +216,16 @@ def _all_readable(inputs: Inputs) -> Inputs:
     q, k, v = inputs[:3]
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
         return inputs
-    return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
+    return inputs._replace(q=readable(q, _has_rows), k=readable(k, _has_rows), v=readable(v, _has_rows))
 
 
-def _readable(tensor: Any) -> Any:
-    """Returns a ``[batch, seq, heads, dim]`` or ``[batch, heads, seq, dim]`` tensor, copied only if the kernel cannot
-    read its rows."""
+def _has_rows(tensor: Any) -> bool:
+    """Returns whether the kernel can read a ``[batch, seq, heads, dim]`` or ``[batch, heads, seq, dim]`` tensor."""
     batch_stride, row_stride, other_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
-    if last_stride != 1 or row_stride < width or other_stride < width or batch_stride < 1:
-        operand_copied()
-        return tensor.contiguous()
-    return tensor
+    if last_stride == 1 and row_stride >= width and other_stride >= width and batch_stride >= 1:
+        return True
+    return tensor.is_contiguous()  # type: ignore[no-any-return]  # axes of length 1 may have any strides
 
 
 # Packed documents: neighbours of equal lengths are the rows of one batch.

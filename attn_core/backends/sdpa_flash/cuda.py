@@ -23,6 +23,7 @@ from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
+from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -116,12 +117,12 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     # The kernel's log-sum-exp of a row that sees no key is not ours, but its own backward expects it.
     if not rewrites.is_native(KERNEL, spec) or spec.packed or (how["empty_rows"] and spec.return_lse):
         return None
-    kernel, readable = _kernels()[0], rewrites.readable_rows
+    kernel = _kernels()[0]
     settings = None, None, how["max_q"], how["max_k"], 0.0, how["is_causal"], False
     window = {name: how[name] for name in ("scale", "window_size_left", "window_size_right")}
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        out, lse, *_ = kernel(*readable(q, k, v), *settings, **window)
+        out, lse, *_ = kernel(*readable_rows(q, k, v), *settings, **window)
         copy_unaligned(out)
         return out, lse
 
@@ -132,10 +133,10 @@ def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, An
     """Runs the op, in place if possible. It reshapes one query of grouped heads and returns a view, so not in place."""
     how = lower(spec)
     one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
-    place = None if into is None or one_query or _in_place() is None else rewrites.writable(into[0])
+    place = None if into is None or one_query or _in_place() is None else writable(into[0])
     op = _kernels()[0] if place is None else partial(_in_place(), place)
     results = op(
-        *(rewrites.readable(tensor) for tensor in inputs[:3]),
+        *(readable(tensor) for tensor in inputs[:3]),
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
         how["max_q"],
@@ -175,9 +176,9 @@ def run_backward(
     if how["empty_rows"]:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the forward op's own value for such a row
     gradients = _kernels()[1](
-        rewrites.readable(dout),
-        *(rewrites.readable(tensor) for tensor in inputs[:3]),
-        rewrites.readable(out),
+        readable(dout),
+        *(readable(tensor) for tensor in inputs[:3]),
+        readable(out),
         lse.contiguous(),
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,

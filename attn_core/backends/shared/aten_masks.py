@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_core.backends.shared import kept_masks, kernel_limits
 from attn_core.backends.shared.device_kinds import compute_capability
-from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.shared.readable import readable
 from attn_core.call.masks import Band, band
 from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from attn_core.backends.shared.readable import readable
+
 Hook = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
 
 
@@ -31,9 +33,8 @@ def copy_other_layouts(out: Any) -> None:
 
 def _aligned(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
     dout, *others = gradients
-    if dout is None or _is_aligned(dout):
-        return None
-    return (dout.clone(), *others)
+    read = None if dout is None else readable(dout, _is_aligned)
+    return None if read is dout else (read, *others)
 
 
 @lru_cache(maxsize=4096)

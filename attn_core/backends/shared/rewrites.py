@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.sinks import by_row, sink_gradient, with_sinks
-from attn_core.call.observe import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -124,44 +123,6 @@ def backward(
     return gradients
 
 
-def readable(tensor: Any) -> Any:
-    """Returns the tensor, or a contiguous copy if a kernel cannot read the tensor.
-
-    Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
-    16 bytes. A tensor with an expanded axis (stride 0) is copied as well.
-    """
-    return tensor if is_readable(tensor) else copied(tensor)
-
-
-def copied(tensor: Any) -> Any:
-    """Returns a contiguous copy of an operand."""
-    import torch
-
-    operand_copied()
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def is_readable(tensor: Any) -> bool:
-    """Returns whether a kernel can read the tensor."""
-    strides = tensor.stride()
-    return _are_readable(tensor.shape, strides, tensor.element_size()) and not tensor.data_ptr() % 16
-
-
-def readable_rows(q: Any, k: Any, v: Any, each: Callable[[Any], Any] = readable) -> tuple[Any, Any, Any]:
-    """Returns ``each`` of three tensors whose rows are a multiple of 16 bytes, with one test for the usual case."""
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    if contiguous and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        return q, k, v
-    return each(q), each(k), each(v)
-
-
-@lru_cache(maxsize=4096)
-def _are_readable(shape: Any, strides: tuple[int, ...], size: int) -> bool:
-    """Returns whether a kernel can read a tensor of these strides if its address is a multiple of 16 bytes."""
-    others = zip(shape[:-1], strides[:-1], strict=True)
-    return strides[-1] == 1 and not any(length > 1 and (step <= 0 or step * size % 16) for length, step in others)
-
-
 def whole_eights(dim: int) -> int:
     """Returns the head dimension that a kernel runs ``dim`` at: rows of whole 16 bytes in the smallest dtype."""
     return -(-dim // 8) * 8
@@ -181,11 +142,6 @@ def by_kv_head(gradient: Any, kv_heads: int) -> Any:
 def power_of_two(dim: int) -> int:
     """Returns the head dimension that Triton's matrix product runs ``dim`` at: a power of two from 16 on."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-def writable(buffer: Any) -> Any:
-    """Returns the buffer if a kernel can write into it (by the same rules as ``readable``), else None."""
-    return buffer if buffer is not None and is_readable(buffer) else None
 
 
 @lru_cache(maxsize=4096)

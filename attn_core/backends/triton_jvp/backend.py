@@ -16,7 +16,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
-from attn_core.backends.shared.programs.triton import launch, result_buffer, with_dense_channels
+from attn_core.backends.shared.programs.triton import launch, result_buffer
+from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_jvp import launches
 from attn_core.backends.triton_jvp.launches import Tiles
@@ -163,11 +164,11 @@ def _run(
 ) -> tuple[Any, Any, Any, Any]:
     """Returns (out, lse, dout, dlse): the first two None without ``primals``, the others if nothing moves."""
 
-    q, device = with_dense_channels(inputs.q), inputs.q.get_device()
+    q, device = readable(inputs.q, dense_channels), inputs.q.get_device()
     moves = tuple(each is not None for each in (tangents.dq, tangents.dk, tangents.dv, tangents.dsinks))
-    rows = [with_dense_channels(each) for each in (inputs.k, inputs.v)]
+    rows = [readable(each, dense_channels) for each in (inputs.k, inputs.v)]
     # Absent tensors are replaced by any other pointer; constants keep the kernel from reading them.
-    moving = [q if each is None else with_dense_channels(each) for each in tangents[:3]]
+    moving = [q if each is None else readable(each, dense_channels) for each in tangents[:3]]
     sinks, dsinks = (q if each is None else each.contiguous() for each in (inputs.sinks, tangents.dsinks))
     offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
     out, lse = _buffers(spec, q, results) if primals else (None, None)

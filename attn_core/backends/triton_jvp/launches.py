@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from attn_core.backends.shared.dry_run import shapes
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram
-from attn_core.backends.shared.programs.triton import Description, launch, with_dense_channels
+from attn_core.backends.shared.programs.triton import Description, launch
+from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.shared.rewrites import power_of_two
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -187,8 +188,8 @@ def run_maximum(spec: AttentionSpec, inputs: Inputs, settings: dict[str, Any], t
     """Returns the row maxima of a call on torch tensors."""
     import torch
 
-    q = with_dense_channels(inputs.q)
-    tensors = {"q": q, "k": with_dense_channels(inputs.k)}
+    q = readable(inputs.q, dense_channels)
+    tensors = {"q": q, "k": readable(inputs.k, dense_channels)}
     tensors |= {name: getattr(inputs, name) for name in ("bias", "alibi_slopes") if getattr(inputs, name) is not None}
     if inputs.mask is not None:
         tensors["mask"] = inputs.mask.view(torch.uint8)  # Triton reads no bits

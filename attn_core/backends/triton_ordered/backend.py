@@ -26,11 +26,10 @@ from attn_core.backends.shared.programs.triton import (
     launch,
     multiprocessors,
     result_buffer,
-    with_dense_channels,
 )
+from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import launches
-from attn_core.call.observe import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -111,24 +110,24 @@ def _kernels() -> Any:
     return kernels
 
 
-def _aligned(dout: Any) -> Any:
-    """Returns a gradient, or a contiguous copy if its rows do not all begin at multiples of 16 elements.
+def _in_sixteens(dout: Any) -> bool:
+    """Returns whether a gradient is contiguous, or all its rows begin at multiples of 16 elements.
 
-    Triton reads such rows with other instructions, and then adds their channels in another order.
+    Triton reads other rows with other instructions, and then adds their channels in another order.
     """
-    if dout.data_ptr() % 16 == 0 and not any(step % 16 for step in dout.stride()[:-1]):
-        return dout
-    operand_copied()
-    return dout.contiguous()
+    if dout.is_contiguous():
+        return True
+    *others, channel = dout.stride()
+    return dout.data_ptr() % 16 == 0 and channel == 1 and not any(step % 16 for step in others)
 
 
 def _operands(inputs: Inputs) -> tuple[Any, ...]:
     """Returns what all kernels read: q, k, v, offsets, sinks and slopes; q stands for what is absent."""
-    q = with_dense_channels(inputs.q)
+    q = readable(inputs.q, dense_channels)
     offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
     slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
-    return (q, with_dense_channels(inputs.k), with_dense_channels(inputs.v), *offsets, sinks, slopes)
+    return (q, readable(inputs.k, dense_channels), readable(inputs.v, dense_channels), *offsets, sinks, slopes)
 
 
 def _layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -168,7 +167,7 @@ def backward(
     settings = _settings(spec)
     kernels = _kernels()
     q, k, v, *offsets, sinks, slopes = _operands(inputs)
-    out, dout, lse = with_dense_channels(out), _aligned(with_dense_channels(dout)), lse.contiguous()
+    out, dout, lse = readable(out, dense_channels), readable(dout, _in_sixteens), lse.contiguous()
     # The log-sum-exp stands for an absent dlse, and the kernel does not read it.
     incoming = lse if dlse is None else dlse.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.shared.in_order.order import Tiles, grid_of
 from attn_core.backends.shared.pages.pools import pools
 from attn_core.backends.shared.programs.triton import Description, Direct, remember
+from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
@@ -41,7 +42,7 @@ class Operands(NamedTuple):
 
 def operands_of(inputs: PagedInputs) -> tuple[Operands, bool]:
     """Returns the operands of a call, and whether one was copied, so that it has other strides than the caller's."""
-    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
+    q = readable(inputs.q, dense_channels)
     table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
     table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
     operands = Operands(

@@ -11,7 +11,8 @@ from typing import Any
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.rewrites import by_kv_head, power_of_two, readable, whole_eights
+from attn_core.backends.shared.readable import readable
+from attn_core.backends.shared.rewrites import by_kv_head, power_of_two, whole_eights
 from attn_core.backends.xformers.bias import TENSOR, Mask, added_tensor, documents_mask, rows_mask
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

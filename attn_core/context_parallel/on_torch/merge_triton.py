@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.programs.triton import Description, launch
+from attn_core.backends.shared.readable import dense_channels, readable
 
 ROWS = 32
 
@@ -74,7 +75,7 @@ def _merge(
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     """``tiles.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
-    part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
+    part_out = readable(part_out, dense_channels)
     batch, rows, heads, _ = out.shape
     # There is nothing to launch, and ``tl.arange`` takes no width of 0.
     if not out.numel():

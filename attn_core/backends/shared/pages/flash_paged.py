@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
-from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.backends.shared.readable import readable, writable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import one_query_each

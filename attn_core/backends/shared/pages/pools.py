@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.programs.triton import Description, has_triton, launch
-from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.shared.readable import whole_vectors
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -19,7 +19,7 @@ def pools(inputs: PagedInputs) -> tuple[Any, Any]:
         ShapeError: if a kernel could read only a copy. Copying the whole pool on every call is never right.
     """
     for name, pool in (("k_pages", inputs.k), ("v_pages", inputs.v)):
-        if readable(pool) is not pool:
+        if not whole_vectors(pool):
             raise ShapeError(
                 f"{name}: expected dense channels, and strides and an address that are multiples of 16 bytes, got "
                 f"strides {list(pool.stride())} at {pool.data_ptr() % 16} bytes from one; a pool is never copied"

@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any
 
 from attn_core.call.observe import compiled as count_compiled
-from attn_core.call.observe import operand_copied
 
 
 @cache
@@ -161,14 +160,6 @@ def _launches_directly() -> bool:
     import triton
 
     return str(triton.__version__).startswith("3.6.")
-
-
-def with_dense_channels(tensor: Any) -> Any:
-    """Returns the tensor, or a contiguous copy if its channels are not next to each other."""
-    if tensor.stride(-1) == 1:
-        return tensor
-    operand_copied()
-    return tensor.contiguous()
 
 
 def result_buffer(into: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
