@@ -15,8 +15,8 @@ import pytest
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import backend as flash4_kernel
-from attn_core.backends.flash4 import direct, own_kernels, versions
 from attn_core.backends.flash4 import functions as flash4_scores
+from attn_core.backends.flash4 import own_kernels, replay, versions
 from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.backends.support import Build
@@ -263,7 +263,7 @@ def test_paged_calls_have_no_compiled_program() -> None:
 @pytest.mark.parametrize("version", ["4.0.0b29", "4.0.0a40", "3.9.9", "4.0.0b4"])
 def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    monkeypatch.setattr(flash4, "_kernels", lambda: pytest.fail("looked inside"))
+    monkeypatch.setattr(own_kernels, "entry_points", lambda: pytest.fail("looked inside"))
     with pytest.raises(ImportError, match=rf"flash-attn-4 {version} is too old: 4\.0\.0b30 or newer is needed"):
         flash4.probe()
 
@@ -271,7 +271,7 @@ def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("version", ["4.0.0b30", "4.0.0b36", "4.0.0rc1", "4.0.0", "4.0.0.post1", "4.1.0a1", "10.0.0"])
 def test_new_versions_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    monkeypatch.setattr(flash4, "_kernels", lambda: (None, None))
+    monkeypatch.setattr(own_kernels, "entry_points", lambda: (None, None))
     assert flash4.probe() == version
 
 
@@ -352,7 +352,8 @@ class Kernel:
         out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan) if how["out"] is None else how["out"]
         tokens = q.shape[-3]
         lse_shape = (q.shape[1], tokens) if q.dim() == 3 else (q.shape[0], q.shape[2], tokens)
-        lse = q.new_full(lse_shape, torch.nan) if how["lse"] is None else how["lse"]
+        # In the dtype of the inputs, too, which a buffer of the call has only if it is the caller's.
+        lse = how["lse"] if how["lse"] is not None and how["lse"].dtype == q.dtype else q.new_full(lse_shape, torch.nan)
         for rows, keys in spans(q, k, cu_seqlens_q, cu_seqlens_k):
             _, logits = scores(q[..., rows, :, :], k[..., keys, :, :], how)
             part = torch.logsumexp(logits, -1)
@@ -433,7 +434,7 @@ def scores(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = Kernel()
-    monkeypatch.setattr(flash4, "_kernels", lambda: (stand_in.forward, stand_in.backward))
+    monkeypatch.setattr(own_kernels, "entry_points", lambda: (stand_in.forward, stand_in.backward))
     monkeypatch.setattr(flash4_scores, "each_pair", lambda function, *vectors: function(0, *vectors))
     monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -558,8 +559,8 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel
     assert all(one is other for one, other in zip(gradients[:3], into[:3]))
     odd = torch.empty(*spec.out_shape[:-1], 33, dtype=torch.float64)[..., 1:]
     assert flash4.forward(spec, inputs, (odd, lse))[0] is not odd
-    assert direct.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
-    assert direct.writable(torch.empty(3, 5, 32, 2).mT) is None
+    assert replay.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
+    assert replay.writable(torch.empty(3, 5, 32, 2).mT) is None
 
 
 def test_expanded_axes_are_copied(kernel: Kernel) -> None:
@@ -569,8 +570,8 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     copied = one.contiguous()
     out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
     assert torch.equal(flash4.forward(case.spec, inputs._replace(k=one, v=one))[0], out)
-    assert 0 not in direct.copy_if_expanded(one).stride() and direct.copy_if_expanded(copied) is copied
-    assert 0 not in direct.copy_if_expanded(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
+    assert 0 not in replay.readable(one).stride() and replay.readable(copied) is copied
+    assert 0 not in replay.readable(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
     flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
 
 
@@ -613,7 +614,7 @@ def test_a_failed_compilation_is_not_cached(kernel: Kernel, monkeypatch: pytest.
     case = make({})
     inputs = tensors(case.inputs)
     with monkeypatch.context() as broken:
-        broken.setattr(flash4, "_kernels", lambda: (lambda *args, **how: 1 / 0, None))
+        broken.setattr(own_kernels, "entry_points", lambda: (lambda *args, **how: 1 / 0, None))
         with pytest.raises(ZeroDivisionError):
             flash4.forward(case.spec, inputs)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -686,8 +687,8 @@ def test_each_cap_compiles_one_kernel() -> None:
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
     flash4_scores.softcap_functions.cache_clear()  # an old cap gets new functions
     flash4_kernel.keywords.cache_clear()
-    direct._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
-    direct._recorded.clear()
+    replay._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
+    replay._recorded.clear()
     flash4.forward(spec, inputs)
     assert (len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)) == counts
     assert not torch.equal(results[2.0], results[3.0])
@@ -734,15 +735,15 @@ def test_gradients_are_written_into_one_tensor_of_three() -> None:
     + [{"softcap": 20.0}, {"batch": 1, "documents": 3, "max_len_q": 97, "max_len_k": 129, "causal": True}],
     ids=["causal", "window", "sinks", "padded", "softcap", "packed"],
 )
-def test_direct_launches_give_the_bits_of_the_entry_points(features: dict[str, Any]) -> None:
+def test_replayed_launches_give_the_bits_of_the_entry_points(features: dict[str, Any]) -> None:
     spec, inputs = gpu_case(deterministic=True, **features)
-    direct._seen.clear()
-    direct._recorded.clear()
+    replay._seen.clear()
+    replay._recorded.clear()
     results = []
-    for _ in range(4):  # through the entry points, recorded, direct, direct
+    for _ in range(4):  # through the entry points, recorded, replayed, replayed
         out, lse = flash4.forward(spec, inputs)
         results.append((out, lse, *flash4.backward(spec, inputs, out, lse, out, None)[:3]))
     # A forward is known by its family, too.
-    assert all(direct._recorded.values()) and len({id(launches) for launches in direct._recorded.values()}) == 2
+    assert all(replay._recorded.values()) and len({id(launches) for launches in replay._recorded.values()}) == 2
     for later in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], later))

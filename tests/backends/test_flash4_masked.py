@@ -10,7 +10,7 @@ import pytest
 
 from attn_core import AttentionSpec, Target, masks, selection
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, function_blocks, functions, masked, own_kernels
+from attn_core.backends.flash4 import function_blocks, functions, masked, own_kernels, replay
 from attn_core.backends.flash4.versions import NEWER
 from attn_core.backends.support import Build, limit_to_build
 from attn_core.call.tensors import Gradients, Inputs
@@ -220,7 +220,7 @@ def on_gpu(name: str, seed: int = 3, **changes: Any) -> tuple[AttentionSpec, Inp
 
 
 def judged(name: str, **changes: Any) -> Any:
-    """The verdict on forward and gradients, which run three times: later calls are launched directly."""
+    """The verdict on forward and gradients, which run three times: later calls are replayed."""
     spec, tensors, case = on_gpu(name, **changes)
     inputs = case.inputs
     dout = torch.from_numpy(case.dout).cuda().to(tensors.q.dtype)
@@ -247,17 +247,17 @@ def test_results_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["two ranges by head", "mask: documents", "score: slopes", "all", "gallery: prefix-LM"]
 )
-def test_direct_launches_give_the_bits_of_the_entry_points(name: str) -> None:
+def test_replayed_launches_give_the_bits_of_the_entry_points(name: str) -> None:
     spec, inputs, _ = on_gpu(name, needs_backward=False, sinks=False)
-    direct._seen.clear()
-    direct._recorded.clear()
-    results = [flash4.forward(spec, inputs) for _ in range(4)]  # entry points, recorded, direct, direct
-    assert list(direct._recorded) == [(spec, "forward", 0)] and all(direct._recorded.values())
+    replay._seen.clear()
+    replay._recorded.clear()
+    results = [flash4.forward(spec, inputs) for _ in range(4)]  # entry points, recorded, replayed, replayed
+    assert list(replay._recorded) == [(spec, "forward", 0)] and all(replay._recorded.values())
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
     others = on_gpu(name, needs_backward=False, sinks=False, seed=5)[1]
     again = flash4.forward(spec, others)
-    direct._recorded.clear()
+    replay._recorded.clear()
     assert all(map(torch.equal, again, flash4.forward(spec, others)))
 
 

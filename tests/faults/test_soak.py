@@ -18,7 +18,7 @@ import soak_verdict
 import torch
 from soak_calls import EagerCalls
 
-from attn_core.backends.flash4 import direct
+from attn_core.backends.flash4 import replay
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.programs import triton
 
@@ -41,8 +41,8 @@ def test_every_stated_bound_belongs_to_a_cache() -> None:
 
 def test_stated_bounds_are_those_of_the_code() -> None:
     expected = {
-        "attn_core.backends.flash4.direct:_seen": direct.MOST_CALLS,
-        "attn_core.backends.flash4.direct:_recorded": 2 * direct.MOST_CALLS,
+        "attn_core.backends.flash4.replay:_seen": replay.MOST_CALLS,
+        "attn_core.backends.flash4.replay:_recorded": 2 * replay.MOST_CALLS,
         "attn_core.backends.shared.first_call:_compiled": first_call.MOST_KEYS,
         "attn_core.backends.shared.programs.triton:_launches": triton.MOST_LAUNCHES,
     }

@@ -21,8 +21,8 @@ ONE = "one result"
 
 BOUNDS: dict[str, int | str] = {
     # Modules' own dicts, sets and lists
-    "attn_core.backends.flash4.direct:_recorded": 2 * 4096,
-    "attn_core.backends.flash4.direct:_seen": 4096,
+    "attn_core.backends.flash4.replay:_recorded": 2 * 4096,
+    "attn_core.backends.flash4.replay:_seen": 4096,
     "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
     "attn_core.backends.shared.constant_tensors:_results": "ranges on a GPU that in_parts keeps, 8 results each",
     "attn_core.backends.shared.first_call:_compiled": 2**15,
@@ -51,16 +51,15 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash2.backend:_extension": ONE,
     "attn_core.backends.flash2.backend:build": ONE,
     "attn_core.backends.flash3.backend:build": ONE,
-    "attn_core.backends.flash4.backend:_kernels": ONE,
     "attn_core.backends.flash4.disk_cache:use": ONE,
-    "attn_core.backends.flash4.direct:_module": ONE,
     "attn_core.backends.flash4.own_kernels:_compiled": "mask functions and kinds of block tables",
     "attn_core.backends.flash4.own_kernels:compiled_code": ONE,
+    "attn_core.backends.flash4.own_kernels:entry_points": ONE,
     "attn_core.backends.flash4.program:_entry": ONE,
     "jax_frontend.bridge.operator_lane:_registered": ONE,
     "jax_frontend.bridge.operator_lane:number_devices": ONE,
     "attn_core.backends.flash4.program:_versions": ONE,
-    "attn_core.backends.flash4.recorder:_private_copy": ONE,
+    **{f"attn_core.backends.flash4.recording:{name}": ONE for name in ("_private_copy", "is_possible", "_watch")},
     "attn_core.backends.flash4.functions:correct_indices": ONE,
     **{
         f"attn_core.backends.shared.programs.operator_recorder:{name}": ONE

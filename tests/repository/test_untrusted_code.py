@@ -32,7 +32,10 @@ EXCEPTIONS = {
     ("attn_core/backends/flash4/sinks_kernel.py", "few.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "cut.load"): "a load in a GPU kernel",
-    ("attn_core/backends/flash4/recorder.py", "spec.loader.exec_module"): "a second copy of the installed flash-attn-4",
+    (
+        "attn_core/backends/flash4/recording.py",
+        "spec.loader.exec_module",
+    ): "a second copy of the installed flash-attn-4",
     ("torch_frontend/dispatch/after_import.py", "run_module"): "the usual loader of an installed module",
 }
 """(file, name) and why it is safe."""

@@ -13,7 +13,7 @@ grouped heads, unless ``deterministic``. A NaN or Inf in a document can reach th
 tile of one holds the first tokens of the next, with weight 0.
 
 No function here synchronises or records a graph: the kernels get detached tensors. The third and later calls of a spec
-launch the compiled kernels directly, see ``direct``.
+launch the compiled kernels without its Python, see ``replay``.
 Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
 """
 
@@ -21,12 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import direct, disk_cache, functions, masked, own_kernels, versions
-from attn_core.backends.flash4.direct import backward_width, copy_if_expanded, window, writable
+from attn_core.backends.flash4 import disk_cache, functions, masked, own_kernels, replay, versions
 from attn_core.backends.flash4.own_kernels import OwnKernel
+from attn_core.backends.flash4.replay import (
+    BACKWARD_HALF,
+    BackwardOperands,
+    ForwardOperands,
+    window,
+    writable,
+)
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
@@ -200,29 +206,22 @@ def keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
 def probe() -> str:
     """Imports the kernels and returns the version of flash-attn-4. Raises what ``versions.installed`` raises."""
     version = versions.installed()
-    _kernels()
+    own_kernels.entry_points()
     return version
 
 
 build = versions.build
 
 
-@cache
-def _kernels() -> tuple[Any, Any]:
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    return _flash_attn_fwd, _flash_attn_bwd
-
-
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
-    launches = direct.launches_of(spec, "forward", inputs.q)
+    launches = replay.launches_of(spec, "forward", inputs.q)
     if launches is not None:
-        return direct.launch_forward(launches, spec, inputs, into)
+        return replay.forward(launches, spec, inputs, into, _forward_by_entry_points)
     disk_cache.use()
     kernel = _kernel(spec, gradient=False)
     return first_call.run(
-        direct.compiled_key(spec, "forward", inputs.q),
+        replay.compiled_key(spec, "forward", inputs.q),
         lambda: rewrites.forward(kernel, spec, inputs, into),
         lambda: f"the flash4 forward of ({spec})",
         *(() if spec.paged is None else ("run the same call once before the capture",)),
@@ -233,13 +232,13 @@ def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
-    launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
+    launches = replay.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:
-        return direct.launch_backward(launches, spec, inputs, out, lse, dout, into, None)
+        return replay.backward(launches, spec, inputs, out, lse, dout, into, None, _backward_by_entry_points)
     disk_cache.use()
     kernel = _kernel(spec, gradient=True)
     return first_call.run(
-        direct.compiled_key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),
+        replay.compiled_key(spec, BACKWARD_HALF[dlse is None], inputs.q),
         lambda: rewrites.backward(kernel, spec, inputs, out, lse, dout, dlse, into),
         lambda: f"the flash4 backward of ({spec})",
     )
@@ -270,21 +269,18 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
 
     own = _kernel(spec, direction == "backward").runs(spec)
 
-    def run(notes: Any, inputs: Inputs, others: dict[str, Any]) -> None:
-        more = masked.operands(own, inputs, direction, notes)
-        alone = inputs._replace(sinks=None)
-        out, lse = others["out"], others["lse"]
+    def run(recorder: Any, inputs: Inputs, operands: Any, dsinks: Any) -> None:
+        tables = masked.operands(own, inputs, direction, recorder)
         if direction == "forward":
-            plain = torch.empty_like(lse) if spec.sinks else lse
-            _run_forward(own, alone, (out, plain), notes.kernels, *more, lane=notes)
+            plain = torch.empty_like(operands.lse) if spec.sinks else operands.lse
+            _forward_by_entry_points(own, operands._replace(lse=plain), tables, recorder)
             if spec.sinks:
-                add_sinks(out, plain, inputs.sinks, lse, notes)
+                add_sinks(operands.out, plain, inputs.sinks, operands.lse, recorder)
         else:
-            dout, dlse = others["dout"], others.get("dlse")
-            buffers = Gradients(*(others[name] for name in ("dq", "dk", "dv")))
-            _run_backward(own, alone, out, lse, dout, buffers, dlse, notes.kernels, *more, lane=notes)
+            _backward_by_entry_points(own, operands, tables, recorder)
             if spec.sinks:
-                sink_gradient(inputs.sinks, out, lse, dout, dlse, others["dsinks"], lane=notes)
+                out, lse, dout, dlse = operands.out, operands.lse, operands.dout, operands.dlse
+                sink_gradient(inputs.sinks, out, lse, dout, dlse, dsinks, recorder)
 
     return flash4_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
 
@@ -298,7 +294,8 @@ def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, A
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return _paged_forward(spec, inputs, into)
-    return direct.forward(spec, inputs, into, _run_forward)
+    launches = replay.launches_of(spec, "forward", inputs.q)
+    return replay.forward(launches, spec, inputs, into, _forward_by_entry_points)
 
 
 def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple[Any, Any]:
@@ -306,7 +303,7 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     out, lse = (None, None) if into is None else map(writable, into)
-    results = _kernels()[0](
+    results = own_kernels.entry_points()[0](
         *(readable(inputs.q), k, v),
         cu_seqlens_q=query_offsets(spec, inputs),
         seqused_k=lengths,
@@ -320,20 +317,15 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple
     return results[0], results[1]
 
 
-def _run_forward(
-    spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any, lane: Any = own_kernels
+def _forward_by_entry_points(
+    spec: AttentionSpec, operands: ForwardOperands, tables: tuple[Any, ...], lane: Any
 ) -> tuple[Any, Any]:
-    """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them; more: see ``masked``."""
-    out, lse = (None, None) if into is None else map(writable, into)
-    results = (kernels or _kernels())[0](
-        *map(copy_if_expanded, inputs[:3]),
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        cu_seqlens_k=inputs.cu_seqlens_k,
+    """Returns (out, lse) by flash-attn-4's Python. tables: ``masked.operands``; lane: see ``own_kernels``."""
+    results = lane.entry_points()[0](
+        **operands._asdict(),
         return_lse=True,
-        out=out,
-        lse=lse,
         **keywords(spec, "forward"),
-        **masked.tensor_keywords(spec, more, lane),
+        **masked.tensor_keywords(spec, tables, lane),
     )
     return results[0], results[1]
 
@@ -343,35 +335,23 @@ def _backward(
 ) -> Gradients:
     if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as NaN
         dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
-    return direct.backward(spec, inputs, out, lse, dout, into, dlse, _run_backward)
+    launches = replay.launches_of(spec, BACKWARD_HALF[dlse is None], inputs.q)
+    return replay.backward(launches, spec, inputs, out, lse, dout, into, dlse, _backward_by_entry_points)
 
 
-def _run_backward(
-    spec: AttentionSpec,
-    inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    into: Any,
-    dlse: Any,
-    kernels: Any,
-    *more: Any,
-    lane: Any = own_kernels,
+def _backward_by_entry_points(
+    spec: AttentionSpec, operands: BackwardOperands, tables: tuple[Any, ...], lane: Any
 ) -> Gradients:
-    dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
-    results = (kernels or _kernels())[1](
-        *map(copy_if_expanded, (*inputs[:3], out, dout)),
-        lse,
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        cu_seqlens_k=inputs.cu_seqlens_k,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dlse=dlse,
-        **keywords(spec, "backward"),
-        **masked.tensor_keywords(spec, more, lane),
+    """Returns the gradients by flash-attn-4's Python, as ``_forward_by_entry_points``."""
+    results = lane.entry_points()[1](
+        **operands._asdict(), **keywords(spec, "backward"), **masked.tensor_keywords(spec, tables, lane)
     )
     return Gradients(*results[:3])
+
+
+def _backward_width(dim: int) -> int:
+    """Returns the head dimension at which the backward writes and reads dq in the same widths."""
+    return -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
 
 
 @lru_cache(maxsize=4096)
@@ -382,7 +362,7 @@ def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     in the backward of grouped heads.
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
-    width = backward_width if gradient else rewrites.whole_eights
+    width = _backward_width if gradient else rewrites.whole_eights
     return rewrites.Kernel(
         _forward,
         _backward,
@@ -433,7 +413,7 @@ def sink_gradient(
         return result.zero_().to(sinks.dtype)
     # The kernel reads four channels at once. A width between two multiples of eight gets channels of zeros.
     width = rewrites.whole_eights(out.shape[-1])
-    out, dout = (direct.readable(rewrites.padded(tensor, width)) for tensor in (out, dout))
+    out, dout = (replay.readable(rewrites.padded(tensor, width)) for tensor in (out, dout))
     *rows, heads, tokens = lse.shape
     shape = heads, rows[0] if rows else 1, -(-tokens // SINK_ROWS)
     sums = torch.empty(shape, dtype=lse.dtype, device=sinks.device)

@@ -1,7 +1,8 @@
-"""Our own kernels of the CuTe DSL: compiled once, and launched on torch's current stream or noted for a program of XLA.
+"""Our own kernels of the CuTe DSL: compiled once, and launched on torch's current stream, or recorded.
 
-A lane has ``launch(kernel, arguments)``, ``address(tensor)`` and ``TAKES_VIEWS``. This module is the lane of torch, and
-``recorder.Recorder`` the other one. Upstream: nvidia-cutlass-dsl 4.8.
+A lane has ``entry_points()``, those of flash-attn-4, and ``launch(kernel, arguments)``, ``address(tensor)`` and
+``TAKES_VIEWS`` for our kernels. This module is the usual lane, and ``recording.Recorder`` the other one. Upstream:
+nvidia-cutlass-dsl 4.8.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ _compiled: dict[str, Any] = {}
 """The compiled kernels of this process by name."""
 
 
+@cached_once
+def entry_points() -> tuple[Any, Any]:
+    """Returns flash-attn-4's ``(_flash_attn_fwd, _flash_attn_bwd)``."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
 def launch(kernel: OwnKernel, arguments: Arguments) -> None:
     """Launches a kernel on torch's current stream; the first launch compiles it."""
     function = _compiled.get(kernel.name)
     if function is None:
-        function = _compiled[kernel.name] = _compile(kernel, arguments)
+        function = _compiled[kernel.name] = compiled(kernel, arguments)
     function(*arguments)
 
 
@@ -51,7 +60,8 @@ def address(tensor: Any) -> Any:
     return Int64(tensor.data_ptr())
 
 
-def _compile(kernel: OwnKernel, arguments: Arguments) -> Any:
+def compiled(kernel: OwnKernel, arguments: Arguments) -> Any:
+    """Returns the compiled kernel, as kept on disk or new."""
     from cutlass import cute
 
     code = compiled_code()

@@ -1,8 +1,9 @@
 """Builds a program from a FlashAttention-4 call: its kernels in order, and their buffers. XLA runs it without Python.
 
-The program is built from a recording of one call (``recorder.py``). Numbers become constants of the compiled code, so
-that a step takes only buffers. Compiled code is kept on disk like flash-attn-4's own (``disk_cache``). Upstream:
-flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8. Calls that do not look as they do there raise Unrecordable.
+The program is built from a ``recording`` of the call on tensors without memory. Numbers become constants of the
+compiled code, so that a step takes only buffers. Compiled code is kept on disk like flash-attn-4's own
+(``disk_cache``). Upstream: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8. Calls that do not look as they do there
+raise Unrecordable.
 """
 
 from __future__ import annotations
@@ -10,14 +11,24 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.flash4.masked import program_inputs
 from attn_core.backends.flash4.own_kernels import compiled_code, described
-from attn_core.backends.flash4.recorder import AddressOf, Launch, Recorder
+from attn_core.backends.flash4.recording import (
+    Launch,
+    Operand,
+    Recorder,
+    Recording,
+    check_constant,
+    is_number,
+    recording,
+    with_leaves,
+)
+from attn_core.backends.flash4.replay import BackwardOperands, ForwardOperands
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.programs.kernel_programs import (
@@ -28,20 +39,28 @@ from attn_core.backends.shared.programs.kernel_programs import (
     KernelStep,
     Unrecordable,
 )
-from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE
+from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE, without_memory
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
-
-# Operations that launch no kernel. Any other operation between the kernels would be missing from the program.
-ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
-ZEROS = ("aten.zeros", "aten.new_zeros")
 
 # XLA passes whole arrays alone. So if q, k and v are one array, a recorded call works on parts of one fake tensor, and
 # the compiled step takes the parts of the whole array itself.
 PARTS = {"qkv": ("q", "k", "v"), "dqkv": ("dq", "dk", "dv")}
 """The arrays ``[..., tokens, 3, heads, head_dim]`` and their parts."""
 
-Run = Callable[[Recorder, Inputs, dict[str, Any]], None]
+Tensors = dict[str, Any]
+"""Tensors by their names in ``Inputs`` or in flash-attn-4."""
+
+
+class Place(NamedTuple):
+    """Where a tensor of the call lies in a program: the number of its buffer, and its part of it, None for all."""
+
+    buffer: int
+    part: int | None = None
+
+
+Run = Callable[[Recorder, Inputs, Any, Any], None]
+"""``(recorder, inputs, operands, dsinks)`` makes a call: operands as ``replay`` names them, and a buffer or None."""
 
 
 def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, run: Run) -> KernelProgram:
@@ -49,141 +68,113 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
 
     Args:
         as_one: whether q, k and v are one array, and so are their gradients.
-        run: makes the call in a recorder, from its inputs, and the other tensors by name.
+        run: makes the call in a recorder.
 
     Raises:
         Unrecordable: if torch operations run between the kernels, or a kernel takes a view of a buffer.
     """
-    with Recorder() as notes:
-        inputs = program_inputs(dry_run.zeros(spec, FAKE_DEVICE))
-        others = _tensors(spec, direction, with_dlse)
-        operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
-        named = {**operands, **others}
-        if as_one:
-            for whole, parts in PARTS.items():
-                named |= _as_one(named, whole, parts)
-            inputs = inputs._replace(**{name: named.pop(name) for name in PARTS["qkv"]})
-            others = {name: named.get(name) for name in others}
-            for name in PARTS["dqkv"]:
-                named.pop(name, None)
-        notes.watch()
-        run(notes, inputs, others)
-        return _assemble(notes, named, direction)
+    with without_memory():
+        tensors = _tensors(spec, direction, with_dlse)
+        arrays = dict(tensors)
+        for whole, parts in PARTS.items() if as_one else ():
+            if parts[0] in tensors:
+                one = arrays.pop(parts[0])
+                del arrays[parts[1]], arrays[parts[2]]
+                *rows, heads, dim = one.shape
+                arrays[whole] = one.new_empty((*rows, len(parts), heads, dim))
+                tensors |= dict(zip(parts, arrays[whole].unbind(-3), strict=True))
+        inputs = Inputs(*map(tensors.get, Inputs._fields))
+        kind: Any = ForwardOperands if direction == "forward" else BackwardOperands
+        operands = kind(*map(tensors.get, kind._fields))
+        with recording(with_memory=False) as recorder:
+            run(recorder, inputs, operands, tensors.get("dsinks"))
+        return _program(recorder.recorded(tensors.values()), list(tensors), arrays, direction)
 
 
-def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelProgram:
-    """Returns the program of a recording. named: the tensors of operands and results by name."""
-    zeros = zeroed_memory(notes.operations)
-    buffers: dict[Any, Buffer] = {
-        _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
-    }
-    wholes = {_memory(named[name]): named[name] for name in PARTS if name in named}
-    results = {_memory(named[name]) for name in RESULTS[direction] if name in named}
-    written = {place for place in buffers if place not in results}  # operands have values before the first step
-    operands = frozenset(written)
+def _program(call: Recording, names: list[str], arrays: Tensors, direction: str) -> KernelProgram:
+    """Returns the program of a recorded call.
+
+    Args:
+        names: of its operands, results among them.
+        arrays: the same as XLA passes them, by name; some may be parts of one array.
+    """
+    buffers = [_buffer(name, array) for name, array in arrays.items()]
+    number = {name: at for at, name in enumerate(arrays)}
+    part_of = {part: Place(number[one], at) for one in PARTS if one in arrays for at, part in enumerate(PARTS[one])}
+    places = {at: part_of.get(name) or Place(number[name]) for at, name in enumerate(names)}
+    results = {number[name] for name in RESULTS[direction] if name in number}
+    operands = set(number.values()) - results
+    written = set(operands)  # they have values before the first step
     steps = []
-    for call in notes.calls:
-        tensors = [tensor for tensor in (tensor_of(value) for value, _ in leaves(call)) if tensor is not None]
-        for tensor in tensors:
-            if _memory(tensor) not in buffers:
-                buffers[_memory(tensor)] = _buffer(tensor, SCRATCH, tensor.shape, zeros)
-            buffer = buffers[_memory(tensor)]
-            if buffer.shape != tuple(tensor.shape) and _part(tensor, wholes) is None:
-                raise Unrecordable(f"a kernel sees {buffer} as {list(tensor.shape)}")
-        places = [_memory(tensor) for tensor in tensors]
+    for launch in call.launches:
+        used = [value.place for value, _ in leaves(launch) if isinstance(value, Operand)]
+        for place in used:
+            if place not in places:
+                places[place] = Place(len(buffers))
+                buffers.append(_buffer(SCRATCH, call.tensors[place], call.scratch[place]))
+        numbers = dict.fromkeys(places[place].buffer for place in used)
         # Zeros count as written: XLA must pass them in. A kernel reads what was written before it, and may write
         # everything except operands, because the recording does not show which of its arguments are outputs.
-        written |= {place for place in places if buffers[place].zeros}
-        numbers = {place: number for number, place in enumerate(buffers)}
-        reads = tuple(dict.fromkeys(numbers[place] for place in places if place in written))
-        writes = tuple(dict.fromkeys(numbers[place] for place in places if place not in operands))
-        parts = [_part(tensor, wholes) for tensor in tensors]
-        wide = {numbers[place]: whole for place, whole in wholes.items() if place in places}
-        steps.append(_step(call, [numbers[place] for place in places], reads, writes, parts, wide))
-        written |= set(places)
+        written |= {one for one in numbers if buffers[one].zeros}
+        reads = tuple(one for one in numbers if one in written)
+        writes = tuple(one for one in numbers if one not in operands)
+        steps.append(_step(launch, reads, writes, places, call.tensors, list(arrays.values())))
+        written |= numbers.keys()
     if not results <= written:
         raise Unrecordable("the kernels do not write the results into the buffers of the call")
-    return KernelProgram(tuple(buffers.values()), tuple(steps))
+    return KernelProgram(tuple(buffers), tuple(steps))
 
 
-def _part(tensor: Any, wholes: dict[Any, Any]) -> int | None:
-    """Returns which part of an array a tensor is; None for a whole tensor. wholes: the arrays by their memory."""
-    whole = wholes.get(_memory(tensor))
-    return None if whole is None else _part_of(tensor, whole)
+def _buffer(name: str, tensor: Any, zeros: bool = False) -> Buffer:
+    return Buffer(name, tuple(tensor.shape), dtype_name(tensor), zeros)
 
 
 def _step(
-    call: Launch,
-    order: list[int],
+    launch: Launch,
     reads: tuple[int, ...],
     writes: tuple[int, ...],
-    parts: list[int | None],
-    wholes: dict[int, Any],
+    places: dict[int, Place],
+    tensors: list[Any],
+    arrays: list[Any],
 ) -> KernelStep:
-    """Returns the step of a kernel call.
+    """Returns the step of a launch.
 
     Args:
-        order: for each tensor argument, the number of its buffer; parts: which part of the buffer it is.
-        wholes: by number of a buffer, the array that has parts.
+        places: of the call's tensors.
+        arrays: by number of a buffer, the array that has parts.
     """
     # XLA passes the read buffers first, then the written ones. The compiled function must take them in this order.
     parameters = (*reads, *writes)
-    last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
-    slots = [*zip((last[place] for place in order), parts, strict=True)]
-    arguments = list(leaves(call))
-    of_tensors = [
-        described((value.tensor,))[0] if isinstance(value, AddressOf) else about
-        for value, about in arguments
-        if tensor_of(value) is not None
-    ]
-    whole = {place: described((array,), alignment=16)[0] for place, array in wholes.items()}
-    by_slot = [whole.get(place) or of_tensors[order.index(place)] for place in parameters]
-    constants = tuple(None if tensor_of(value) is not None else check_constant(value) for value, _ in arguments)
-    key = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
-    text = repr((_versions(), type(call.kernel.kernel).__qualname__, key))
+    last = {buffer: slot for slot, buffer in enumerate(parameters)}  # an updated buffer is in both: take the second
+    slots: list[tuple[int, int | None]] = []
+    constants: list[Any] = []
+    described_by: dict[int, Any] = {}
+    for value, about in leaves(launch):
+        constants.append(None if isinstance(value, Operand) else check_constant(value))
+        if isinstance(value, Operand):
+            buffer, part = places[value.place]
+            slots.append((last[buffer], part))
+            if part is not None:
+                about = described((arrays[buffer],), alignment=16)[0]
+            elif value.is_address:
+                about = described((tensors[value.place],))[0]
+            described_by.setdefault(buffer, about)
+    by_slot = [described_by[buffer] for buffer in parameters]
+    key = (launch.name, [str(one) for one in by_slot], slots, tuple(constants), launch.kernel.options)
+    kind = type(launch.kernel.code)
+    text = repr((_versions(), kind.__qualname__, key))
     if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):  # an address differs between processes
-        raise Unrecordable(
-            f"the key of {type(call.kernel.kernel).__name__} holds an address, so it is no lasting name: {text[:500]}"
-        )
+        raise Unrecordable(f"the key of {kind.__name__} holds an address, so it is no lasting name: {text[:500]}")
     target = f"attn_core.flash4.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return KernelStep(target, reads, writes, lambda: compile_step(target, call, slots, by_slot))
+    return KernelStep(target, reads, writes, lambda: compile_step(target, launch, slots, by_slot))
 
 
-def check_constant(value: Any) -> Any:
-    """Checks a value that becomes part of the compiled code, and returns what says it."""
-    if is_number(value):
-        return f"{type(value).__name__}({value.value})"
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if type(value).__name__ == "AuxData" and all(part is None for part in value):
-        return "no AuxData"
-    raise Unrecordable(f"a kernel takes {type(value).__name__} {value!r:.200}")
-
-
-def zeroed_memory(operations: list[tuple[str, Any]]) -> set[Any]:
-    """Returns the memory of tensors that were allocated as zeros.
-
-    Raises:
-        Unrecordable: if there is an operation that does more than allocate.
-    """
-    zeros = set()
-    for name, result in operations:
-        if name.startswith(ZEROS):
-            zeros.add(_memory(result))
-        elif not name.startswith(ALLOCATES):
-            raise Unrecordable(f"a torch operation, {name}, among its kernels")
-    return zeros
-
-
-def _memory(tensor: Any) -> Any:
-    """Returns a tensor's storage, which identifies its memory."""
-    return tensor.untyped_storage()._cdata
-
-
-def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
-    if not tensor.is_contiguous() or tensor.storage_offset():
-        raise Unrecordable(f"a kernel takes a view of {name}: {list(tensor.shape)}, strides {tensor.stride()}")
-    return Buffer(name, tuple(shape), dtype_name(tensor), _memory(tensor) in zeros)
+def leaves(launch: Launch) -> list[tuple[Any, Any]]:
+    """Returns a kernel's arguments with their descriptions; of a tuple or list, its parts."""
+    found: list[tuple[Any, Any]] = []
+    for value, about in zip(launch.arguments, launch.kernel.described):  # the stream alone has no value
+        with_leaves(lambda *leaf: found.append(leaf), value, about)
+    return found
 
 
 @cached_once
@@ -192,10 +183,12 @@ def _versions() -> tuple[str, ...]:
     return tuple(f"{name} {metadata.version(name)}" for name in disk_cache.PACKAGES)
 
 
-def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, Any]:
-    """Returns a call's tensors other than ``Inputs``, by name: results, and for a backward also out, lse and dout."""
+def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> Tensors:
+    """Returns a call's tensors: operands, then results; a backward has out, lse and dout as operands."""
     import torch
 
+    inputs = program_inputs(dry_run.zeros(spec, FAKE_DEVICE))
+    operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
     query, key, value = dry_run.shapes(spec)
     wide, narrow = spec.dtype, "float32"
     shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow)}
@@ -203,7 +196,7 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, 
         shapes |= {"dout": (spec.out_shape, wide)} | ({"dlse": (spec.lse_shape, narrow)} if with_dlse else {})
         shapes |= {"dq": (query, wide), "dk": (key, wide), "dv": (value, wide)}
         shapes |= {"dsinks": ((spec.num_heads,), narrow)} if spec.sinks else {}
-    return {
+    return operands | {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=FAKE_DEVICE)
         for name, (shape, dtype) in shapes.items()
     }
@@ -214,33 +207,25 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, 
 
 def compile_step(target: str, call: Launch, slots: list[tuple[int, int | None]], by_slot: list[Any]) -> Any:
     """Returns a ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
-    import cutlass
     from cutlass import cute
 
     code = compiled_code()
     if target in code:
         return _function(code[target])
-    kernel, arguments = call.kernel, call.arguments
+    kernel = call.kernel
 
     # Numbers are captured, so they become constants of the compiled code, and XLA passes buffers only.
     def launch(stream: Any, tensors: Any) -> None:
-        places, filled = iter(slots), []
-        for value, _ in leaves(call):
-            if is_tensor(value):
-                slot, part = next(places)
-                filled.append(_in_kernel(tensors[slot], part))
-            elif isinstance(value, AddressOf):
-                filled.append(tensors[next(places)[0]].iterator.toint())
-            elif is_number(value):
-                filled.append(_in_code(type(value)(value.value)))
-            elif isinstance(value, float):
-                filled.append(_in_code(cutlass.Float32(value)))
-            elif isinstance(value, int) and not isinstance(value, bool):
-                filled.append(cutlass.Int32(value))
-            else:
-                filled.append(value)
-        rest = iter(filled)
-        kernel.kernel(*(_rebuilt(value, about, rest) for value, about in zip(arguments, kernel.described)), stream)
+        places = iter(slots)
+
+        def argument(value: Any, _: Any) -> Any:
+            if not isinstance(value, Operand):
+                return _in_code(value)
+            slot, part = next(places)
+            return tensors[slot].iterator.toint() if value.is_address else _part(tensors[slot], part)
+
+        pairs = zip(call.arguments, kernel.described)
+        kernel.code(*[with_leaves(argument, value, about) for value, about in pairs], stream)
 
     with warnings.catch_warnings():  # about an argument that flash-attn-4 leaves empty
         warnings.filterwarnings("ignore", "Argument aux_data ")
@@ -249,37 +234,34 @@ def compile_step(target: str, call: Launch, slots: list[tuple[int, int | None]],
     return _function(compiled)
 
 
-def _in_code(number: Any) -> Any:
-    """Returns a float as a value of the compiled code; other numbers as they are.
+def _in_code(value: Any) -> Any:
+    """Returns a number as a value of the compiled code; any other argument as it is.
 
     The DSL computes with a number of Python in 64 bits. torch's launches pass it at run time, in 32 bits.
     """
     import cutlass
 
+    if is_number(value):
+        number = type(value)(value.value)
+    elif isinstance(value, float):
+        number = cutlass.Float32(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = cutlass.Int32(value)
+    else:
+        return value
     return cutlass.Float32(number.ir_value()) if isinstance(number, cutlass.Float32) else number
 
 
-def leaves(call: Launch) -> Iterator[tuple[Any, Any]]:
-    """Yields a kernel's arguments with their descriptions; of a tuple or list, its parts."""
-    pairs = [*zip(call.arguments, call.kernel.described)][::-1]
-    while pairs:
-        value, about = pairs.pop()
-        if _is_group(value):
-            pairs += [*zip(value, about, strict=True)][::-1]
-        else:
-            yield value, about
+def _part(tensor: Any, part: int | None) -> Any:
+    """Returns a part of an array ``[..., tokens, 3, heads, head_dim]`` in a function of the CuTe DSL."""
+    if part is None:
+        return tensor
+    from cutlass import cute
 
-
-def _rebuilt(value: Any, about: Any, leaves: Iterator[Any]) -> Any:
-    """Returns an argument as the kernel takes it, from its leaves. about: its description, which has the right type."""
-    if not _is_group(value):
-        return next(leaves)
-    parts = [_rebuilt(part, of_part, leaves) for part, of_part in zip(value, about, strict=True)]
-    return type(about)(*parts) if hasattr(about, "_fields") else type(about)(parts)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and any(part is not None for part in value)
+    rows = cute.rank(tensor) - 3
+    piece = tensor[(*(None,) * rows, part, None, None)]
+    # The array is aligned, and the rows of its parts are multiples of 16 bytes.
+    return cute.make_tensor(piece.iterator.align(16), piece.layout)
 
 
 def _function(compiled: Any) -> Any:
@@ -302,53 +284,3 @@ def _entry() -> Any:
 
     entry.__annotations__ = {"launch": cutlass.Constexpr}  # text annotations would be looked up in this module
     return cute.jit(entry)
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether an argument is a number of the CuTe DSL."""
-    return isinstance(getattr(value, "value", None), (int, float))
-
-
-def is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-def tensor_of(value: Any) -> Any:
-    """Returns the tensor that an argument is or points to; None for any other argument."""
-    if isinstance(value, AddressOf):
-        return value.tensor
-    return value if is_tensor(value) else None
-
-
-def _as_one(named: dict[str, Any], whole: str, parts: tuple[str, ...]) -> dict[str, Any]:
-    """Returns one array and its three parts by name, for three tensors of equal shapes; nothing if they are absent."""
-    import torch
-
-    if parts[0] not in named:
-        return {}
-    one = named[parts[0]]
-    *rows, heads, dim = one.shape
-    array = torch.empty((*rows, len(parts), heads, dim), dtype=one.dtype, device=one.device)
-    return {whole: array, **dict(zip(parts, array.unbind(-3), strict=True))}
-
-
-def _part_of(tensor: Any, whole: Any) -> int | None:
-    """Returns which part of an array a tensor of the same memory is; None for the array itself and any other view."""
-    for number, piece in enumerate(whole.unbind(-3) if whole.dim() > 3 else ()):
-        if all(getattr(tensor, about)() == getattr(piece, about)() for about in ("size", "stride", "storage_offset")):
-            return number
-    return None
-
-
-def _in_kernel(tensor: Any, part: int | None) -> Any:
-    """Returns a part of an array ``[..., tokens, 3, heads, head_dim]`` in a function of the CuTe DSL."""
-    if part is None:
-        return tensor
-    from cutlass import cute
-
-    rows = cute.rank(tensor) - 3
-    piece = tensor[(*(None,) * rows, part, None, None)]
-    # The array is aligned, and the rows of its parts are multiples of 16 bytes.
-    return cute.make_tensor(piece.iterator.align(16), piece.layout)

@@ -8,7 +8,7 @@ from attn_core.backends.support import Build
 
 OLDEST = "4.0.0b30"
 READ = "4.0.0b36"
-"""The version whose choices among kernels we read: ``direct.family`` relies on them."""
+"""The version whose choices among kernels we read: ``replay.family`` relies on them."""
 OLDEST_WITH_PAGES = "4.0.0b36"
 """The version whose paged Hopper kernels, block tables and functions we read. Some older paged ones do not compile
 (Dao-AILab/flash-attention#2446)."""

@@ -1,4 +1,4 @@
-"""Tests FlashAttention-4's direct launches with a stand-in for flash-attn-4, whose kernels run on the CPU."""
+"""Tests recordings of FlashAttention-4's launches, and their replay, with a stand-in whose kernels run on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +17,11 @@ import pytest
 
 from attn_core import AttentionSpec
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, program
-from attn_core.backends.flash4.recorder import RecordedKernel
-from attn_core.backends.shared import first_call
+from attn_core.backends.flash4 import own_kernels, program, recording, replay
+from attn_core.backends.flash4.recording import Launch, Operand, Recorder, Uncompiled
+from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs.operator_recorder import without_memory
 from attn_core.call.tensors import Gradients, Inputs
 from tests.campaign.functions import fields_of
 
@@ -37,9 +39,11 @@ PACKED = AttentionSpec(
 # As flash-attn-4's interface: a cache of compiled kernels per entry point, scratch, and zeros that a kernel adds to.
 INTERFACE = """
 import torch
+from types import SimpleNamespace
 from torch.utils._python_dispatch import _disable_current_modes
 
 calls, extra, SCRATCH = [], [], True
+cute = SimpleNamespace(compile=lambda kernel, *described, options=None: kernel)
 
 def forward_kernel(q, k, v, out, lse, sums, scale, starts, nothing):
     with _disable_current_modes():
@@ -62,7 +66,7 @@ def backward_kernel(q, k, v, dout, lse, delta, dq, dk, dv, scale):
 
 def cached(entry, key, kernel):
     if key not in entry.compile_cache:
-        entry.compile_cache[key] = kernel
+        entry.compile_cache[key] = cute.compile(kernel)
     return entry.compile_cache[key]
 
 def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, return_lse, out, lse, softmax_scale, **how):
@@ -109,22 +113,22 @@ def interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     for name, value in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute), (spec.name, module)):
         monkeypatch.setitem(sys.modules, name, value)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(direct, "FIRST_GPU", -1)
+    monkeypatch.setattr(replay, "FIRST_GPU", -1)
     forget()
     yield module
     forget()
 
 
 def forget() -> None:
-    flash4._kernels.cache_clear()
-    direct._module.cache_clear()
-    for known in (direct._seen, direct._recorded, first_call._compiled):
+    for cached in (own_kernels.entry_points, recording._private_copy, recording.is_possible):
+        cached.cache_clear()
+    for known in (replay._seen, replay._recorded, first_call._compiled):
         known.clear()
 
 
 def calls_of(interface: ModuleType) -> list[str]:
     """The calls of the entry points, the usual ones and the recorded ones."""
-    copy = direct._module()[1] if direct._module.cache_info().currsize else interface
+    copy = recording._private_copy() if recording._private_copy.cache_info().currsize else interface
     return [*interface.calls, *(copy.calls if copy is not interface else [])]
 
 
@@ -140,7 +144,9 @@ def inputs_of(spec: AttentionSpec, seed: int) -> Inputs:
 
 
 def by_entry_points(interface: ModuleType, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    return flash4._run_forward(spec, inputs, None, (interface._flash_attn_fwd, None))
+    how = {**flash4.keywords(spec, "forward"), "out": None, "lse": None, "return_lse": True}
+    offsets = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    return interface._flash_attn_fwd(*inputs[:3], **offsets, **how)[:2]
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
@@ -161,7 +167,7 @@ def test_another_scale_is_another_call(interface: ModuleType) -> None:
     for spec in (SPEC, replace(SPEC, scale=0.5)) * 4:
         inputs = inputs_of(SPEC, 1)
         assert_equal(flash4.forward(spec, inputs), by_entry_points(interface, spec, inputs))
-    assert len(direct._recorded) == 2
+    assert len(replay._recorded) == 2
 
 
 @pytest.mark.parametrize("layout", ["strided", "unaligned", "expanded", "alike"])
@@ -187,8 +193,8 @@ LENGTHS = ((5, 5), (5, 5), (7, 7), (9, 20), (1, 30), (1, 31), (1, 31), (2, 33), 
 
 
 def test_other_lengths_launch_the_recorded_kernel(interface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_chooses_by_family", lambda device: True)
-    for module in (interface, direct._module()[1]):
+    monkeypatch.setattr(replay, "_chooses_by_family", lambda device: True)
+    for module in (interface, recording._private_copy()):
         without_scratch = module._flash_attn_fwd.__globals__
         monkeypatch.setitem(without_scratch, "forward_kernel", forward_without_scratch)
         monkeypatch.setitem(without_scratch, "SCRATCH", False)
@@ -236,8 +242,7 @@ def test_results_go_into_the_callers_buffers(interface: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out and lse"])
-def test_backwards_are_launched_directly_too(with_dlse: bool, interface: ModuleType) -> None:
-    entry_points = interface._flash_attn_fwd, interface._flash_attn_bwd
+def test_backwards_are_replayed_too(with_dlse: bool, interface: ModuleType) -> None:
     for seed in range(5):
         inputs = inputs_of(SPEC, seed)
         inputs = inputs._replace(q=inputs.q.requires_grad_())  # as autograd saves it
@@ -246,43 +251,44 @@ def test_backwards_are_launched_directly_too(with_dlse: bool, interface: ModuleT
         dlse = torch.full_like(lse, seed) if with_dlse else None
         buffers = Gradients(*map(torch.empty_like, inputs[:3])) if seed == 3 else None
         with torch.no_grad():
-            expected = flash4._run_backward(SPEC, inputs, out, lse, dout.clone(), None, dlse, entry_points)
+            how = {**flash4.keywords(SPEC, "backward"), "dq": None, "dk": None, "dv": None, "dlse": dlse}
+            expected = interface._flash_attn_bwd(*inputs[:3], out, dout.clone(), lse, **how)
             actual = flash4.backward(SPEC, inputs, out, lse, dout, dlse, buffers)
-        assert_equal(actual, expected)
+        assert_equal(actual[:3], expected)
         assert buffers is None or actual.dq is buffers.dq
     key = (SPEC, "backward of out and lse" if with_dlse else "backward", -1)
-    recorded = direct._recorded[key]
+    recorded = replay._recorded[key]
     assert recorded is not None and len(recorded.kernels) == 2 and len(recorded.scratch) == 1
 
 
-def test_a_torch_operation_between_the_kernels_prevents_direct_launches(interface: ModuleType) -> None:
-    for module in (interface, direct._module()[1]):
+def test_a_torch_operation_between_the_kernels_prevents_replay(interface: ModuleType) -> None:
+    for module in (interface, recording._private_copy()):
         module.extra.append(lambda sums: sums + 1)
     for seed in range(4):
         inputs = inputs_of(SPEC, seed)
         assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, inputs))
-    assert list(direct._recorded.values()) == [None]
+    assert list(replay._recorded.values()) == [None]
 
 
 def test_a_package_without_a_readable_source_uses_the_entry_points(
     interface: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "private_copy", lambda name: ModuleType(name))
+    monkeypatch.setattr(recording.util, "spec_from_file_location", lambda *about: None)
     for seed in range(4):
         inputs = inputs_of(SPEC, seed)
         assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, inputs))
-    assert list(direct._recorded.values()) == [None]
+    assert replay._recorded == {}
 
 
 def test_the_memory_of_calls_is_bounded(interface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "MOST_CALLS", 2)
+    monkeypatch.setattr(replay, "MOST_CALLS", 2)
     for documents in range(2, 8):
-        assert not direct._is_due((SPEC, str(documents), -1))
-    assert len(direct._seen) <= 2
+        assert not replay._is_due((SPEC, str(documents), -1))
+    assert len(replay._seen) <= 2
 
 
 def test_the_python_calls_of_a_warm_call(interface: ModuleType) -> None:
-    """A direct launch is short: the functions of Python that run, besides those of the kernels."""
+    """A replay is short: the functions of Python that run, besides those of the kernels."""
     inputs = inputs_of(SPEC, 0)
     out, lse = flash4.forward(SPEC, inputs)
     for _ in range(2):
@@ -313,11 +319,11 @@ def test_calls_with_functions_or_ranges_have_no_family() -> None:
     """Whether heads share a tile follows from q_len there, and tables have the sizes of the call."""
     lengths = {"q_len": 200, "kv_len": 200, "causal": True}
     plain, longer = replace(SPEC, **lengths), replace(SPEC, **{**lengths, "q_len": 300, "kv_len": 300})
-    assert direct.family(plain) == direct.family(longer)
+    assert replay.family(plain) == replay.family(longer)
     score = fields_of(None, "bent", (2, 6, 200, 200))
     for fields in (score, fields_of("nothing", None, (2, 6, 200, 200)), {"key_ranges_shape": (1, 1, 200, 1, 2)}):
         spec = replace(plain, **fields)
-        assert direct.family(spec) == spec
+        assert replay.family(spec) == spec
 
 
 class Number:
@@ -334,38 +340,72 @@ class AuxData(NamedTuple):
     scalars: Any = None
 
 
+def recorder_of(*arguments: Any) -> Recorder:
+    """A recorder of one launch."""
+    recorder = Recorder(with_memory=True)
+    recorder.note(lambda *_: None, "kernel", arguments)
+    return recorder
+
+
 def test_arguments_in_tuples_are_picked_again() -> None:
     """Block tables are a tuple of tensors; aux scalars hold addresses, which differ in each call."""
-    known, constants = [torch.zeros(2), torch.zeros(3), torch.zeros(4)], []
+    known = [torch.zeros(2), torch.zeros(3), torch.zeros(4)]
     tables = (known[0], known[1], None)
     aux = AuxData(None, (Number(known[2].data_ptr()), Number(4), Number(7)))
-    picker = direct._picker(
-        [direct._place_of(value, known, constants) for value in (known[1], tables, aux, AuxData(), 0.5)]
-    )
+    recorder = recorder_of(known[1], tables, aux, AuxData(), 0.5)
+    recorder._addressed[known[2].data_ptr()] = known[2]
+    launches = replay._launches(recorder.recorded(known), True)
+    ((_, picker),) = launches.kernels
     others = [torch.ones(2), torch.ones(3), torch.ones(4)]
-    first, table, numbers, empty, scale = picker((*others, *constants))
+    first, table, numbers, empty, scale = picker((*others, *launches.constants))
     assert first is others[1] and table[0] is others[0] and table[1] is others[1] and table[2] is None
     assert type(numbers) is AuxData and numbers == (None, (others[2].data_ptr(), 4, 7))
     assert type(empty) is AuxData and empty == (None, None) and scale == 0.5
 
 
-def test_a_view_in_a_tuple_prevents_direct_launches() -> None:
+def test_a_view_in_a_tuple_prevents_a_replay() -> None:
     known = [torch.zeros(2, 3)]
-    with pytest.raises(Unrecordable, match="takes a view"):
-        direct._place_of((known[0].expand(4, 2, 3), None), known, [])
+    for view in (known[0].expand(4, 2, 3), known[0][:, 1:], known[0].T, torch.zeros(2, 3)):
+        with pytest.raises(Unrecordable, match="takes a view, or a tensor that is not the call's"):
+            recorder_of((view, None)).recorded(known)
     with pytest.raises(Unrecordable, match="takes object"):
-        direct._place_of((object(),), known, [])
+        recorder_of((object(),)).recorded(known)
+
+
+@pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
+def test_a_call_without_memory_has_the_launches_of_a_call_with_it(spec: AttentionSpec, interface: ModuleType) -> None:
+    """So XLA's programs, and torch's replays, are the kernels that flash-attn-4 launches."""
+    recordings = []
+    for with_memory in (True, False):
+        with nullcontext() if with_memory else without_memory():
+            inputs = dry_run.zeros(spec, "cpu")
+            out, lse, dout = torch.zeros(spec.out_shape), torch.zeros(spec.lse_shape), torch.zeros(spec.out_shape)
+            offsets = inputs.cu_seqlens_q, None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.clone()
+            forward = replay.ForwardOperands(*inputs[:3], out, lse, *offsets)
+            gradients = [torch.empty_like(each) for each in inputs[:3]]
+            backward = replay.BackwardOperands(*inputs[:3], out, dout, lse, *gradients, None, *offsets)
+            for operands, make in (
+                (forward, flash4._forward_by_entry_points),
+                (backward, flash4._backward_by_entry_points),
+            ):
+                with recording.recording(with_memory) as recorder:
+                    make(spec, operands, (), recorder)
+                recordings.append(recorder.recorded(operands))
+    for real, fake in zip(recordings[:2], recordings[2:], strict=True):
+        assert [launch[1:] for launch in real.launches] == [launch[1:] for launch in fake.launches]
+        assert [type(launch.kernel) for launch in fake.launches] == [Uncompiled] * len(real.launches)
+        assert real.scratch == fake.scratch
+    assert [len(call.launches) for call in recordings] == [1, 2, 1, 2]
+    assert recordings[0].launches[0].arguments[:5] == tuple(map(Operand, range(5)))
 
 
 def test_a_program_rebuilds_arguments_in_tuples() -> None:
-    tensors = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
-    arguments = (tensors[0], (tensors[1], None), AuxData([tensors[2]], None), 3)
+    arguments = (Operand(0), (Operand(1), None), AuxData([Operand(2)], None), 3)
     described = ("q", Table("count", None), AuxData(["ends"], None), "number")
-    call = program.Launch(RecordedKernel(None, described, None), "key", arguments)
-    pairs = list(program.leaves(call))
-    assert [about for _, about in pairs] == ["q", "count", None, "ends", None, "number"]
+    launch = Launch(Uncompiled(None, described, None), "key", arguments)
+    assert [about for _, about in program.leaves(launch)] == ["q", "count", None, "ends", None, "number"]
     leaves = iter(["a", "b", None, "c", None, 3])
-    rebuilt = [program._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
+    rebuilt = [recording.with_leaves(lambda *_: next(leaves), *pair) for pair in zip(arguments, described)]
     assert rebuilt == ["a", Table("b", None), AuxData(["c"], None), 3]
     assert type(rebuilt[1]) is Table and type(rebuilt[2]) is AuxData
 
