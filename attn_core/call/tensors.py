@@ -10,6 +10,14 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
+def part_of(table: Any, rows: slice, keys: slice) -> Any:
+    """Returns a view of rows and keys of a table ``[..., q_len or 1, kv_len or 1]``, whose axes of 1 stay; or None."""
+    if table is None:
+        return None
+    part = table if table.shape[-2] == 1 else table[..., rows, :]
+    return part if table.shape[-1] == 1 else part[..., keys]
+
+
 class Inputs(NamedTuple):
     """The tensors of one call, in the backend's framework.
 

@@ -23,7 +23,7 @@ from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Inputs, part_of
 from attn_core.expressions.on_torch import TorchFunction, torch_function
 
 FRAMEWORK = "torch"
@@ -185,7 +185,8 @@ def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callab
     edge, ranges = piece.edge, inputs.key_ranges
     ends = None if ranges is None else ranges[:, :, piece.keys].flatten(3)[:, :, None].unbind(4)
     in_ranges = functions.range_reader(ends, spec.group_size, piece.rows.start)
-    mask, distance = functions.reader(_cut(inputs.mask, piece)), functions.distance_function(edge.offset)
+    mask = functions.reader(part_of(inputs.mask, piece.rows, piece.keys))
+    distance = functions.distance_function(edge.offset)
     others = (
         in_ranges,
         None if spec.mask_mod is None else partial(_apply, torch_function(spec.mask_mod), inputs, piece, None),
@@ -204,16 +205,8 @@ def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Calla
     import torch
 
     wide = getattr(torch, spec.lse_dtype)
-    bias = functions.reader(_cut(inputs.bias, piece), wide)
+    bias = functions.reader(part_of(inputs.bias, piece.rows, piece.keys), wide)
     slope = functions.slope_reader(inputs.alibi_slopes, wide)
     distance = functions.distance_function(piece.edge.offset)
     score_mod = None if spec.score_mod is None else partial(_apply, torch_function(spec.score_mod), inputs, piece)
     return functions.score_function(spec.softcap, bias, slope, distance, score_mod)
-
-
-def _cut(table: Any, piece: _Piece) -> Any:
-    """Slices a mask or bias for the piece: a view ``[batch, heads, rows, keys]``, any axis may be 1."""
-    if table is None:
-        return None
-    rows = table if table.shape[2] == 1 else table[:, :, piece.rows]
-    return rows if table.shape[3] == 1 else rows[..., piece.keys]

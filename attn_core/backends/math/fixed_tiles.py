@@ -24,7 +24,7 @@ from attn_core.backends.shared.plain.attention import without_autocast
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, part_of
 
 QUERY_TILE = 128
 """Positions of a tile. One new token computes as many rows, because all products must have the same shape."""
@@ -249,11 +249,8 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
 
 def _cut(table: Any, part: Part) -> Any:
     """Returns a part's pairs of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
-    if table is None:
-        return None
-    table = table[part.batch] if table.shape[0] > 1 else table
-    table = table if table.shape[2] == 1 else table[:, :, part.rows]
-    return table if table.shape[3] == 1 else table[..., part.keys]
+    of_rows = table if table is None or table.shape[0] == 1 else table[part.batch]
+    return part_of(of_rows, part.rows, part.keys)
 
 
 def _padded_keys(keys: Any, wide: Any) -> Any:

@@ -18,7 +18,7 @@ from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, w
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Inputs, part_of
 
 WINDOW_ROWS = 128
 """The most queries of a block with a window. More would read many keys that most of them do not see."""
@@ -210,17 +210,9 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, An
         if explicit or distances != built:
             table, bias = inputs.mask, inputs.bias
             if not whole:
-                table, bias = _part(table, block), _part(bias, block)
+                table, bias = part_of(table, rows, keys), part_of(bias, rows, keys)
             mask, built = additive(spec.lse_dtype, inputs.q.device, table, bias, edge, rows, keys), distances
             if inputs.alibi_slopes is not None:
                 offset = (edge or band(spec)).offset
                 mask = with_alibi(spec.lse_dtype, mask, inputs.alibi_slopes, offset, rows, keys)
         yield stack, mask
-
-
-def _part(table: Any, block: QueryBlock) -> Any:
-    """Slices the block out of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
-    if table is None:
-        return None
-    narrowed = table if table.shape[2] == 1 else table[:, :, block.rows]
-    return narrowed if table.shape[3] == 1 else narrowed[..., block.keys]

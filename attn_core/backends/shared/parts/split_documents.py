@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core.call.seq_info import FEW_OFFSETS, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Inputs, part_of
 
 
 class DocumentSlices(NamedTuple):
@@ -96,15 +96,7 @@ def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
 def dense_inputs(inputs: Inputs, document: DocumentSlices) -> Inputs:
     """Returns the tensors of one document as a dense call of batch 1: views of its tokens."""
     rows, keys = document
-
-    def cut(table: Any) -> Any:  # a mask or bias [1, heads or 1, q_tokens or 1, kv_tokens or 1]
-        if table is None:
-            return None
-        narrowed = table if table.shape[2] == 1 else table[:, :, rows]
-        return narrowed if table.shape[3] == 1 else narrowed[:, :, :, keys]
-
     # [tokens, heads, dim] -> [1, the document's tokens, heads, dim]
     q, k, v = inputs.q[rows][None], inputs.k[keys][None], inputs.v[keys][None]
-    return inputs._replace(
-        q=q, k=k, v=v, mask=cut(inputs.mask), bias=cut(inputs.bias), cu_seqlens_q=None, cu_seqlens_k=None
-    )
+    mask, bias = (part_of(table, rows, keys) for table in (inputs.mask, inputs.bias))
+    return inputs._replace(q=q, k=k, v=v, mask=mask, bias=bias, cu_seqlens_q=None, cu_seqlens_k=None)

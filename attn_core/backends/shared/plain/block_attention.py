@@ -13,7 +13,6 @@ from attn_core.backends.shared.plain.block_scores import (
     capped_scores,
     hidden_in,
     keys_in,
-    part_of,
     places_of,
     scores_and_top,
     scores_of,
@@ -30,6 +29,7 @@ from attn_core.backends.shared.plain.contained_sums import sum_over_keys, sum_ov
 from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import lookup_slopes
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import part_of
 from attn_core.expressions.on_torch import add_at_lookup, evaluate_torch
 
 
@@ -91,7 +91,7 @@ def backward_block(
     dscores = zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
         # The bias is added after softcap and score function, so its gradient has no factor of theirs.
-        part = part_of(sums.dbias, block)
+        part = part_of(sums.dbias, block.rows, block.keys)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
         sums.dsinks.add_((row_term * of_sinks).sum(dim=(0, 3), keepdim=True))

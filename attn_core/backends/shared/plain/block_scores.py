@@ -14,6 +14,7 @@ from attn_core.backends.shared.plain.contained_sums import products
 from attn_core.call.functions import slope
 from attn_core.call.key_ranges import contains
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import part_of
 from attn_core.expressions.on_torch import evaluate_torch
 
 
@@ -69,7 +70,7 @@ def scores_of(
     may_overflow = unit == 1.0 and (scores.is_cpu or (operands.bias is not None and spec.score_mod is not None))
     infinite = scores.isinf() if may_overflow else None
     if operands.bias is not None:
-        scores = scores.add_(part_of(operands.bias, block).to(scores.dtype), alpha=unit)
+        scores = scores.add_(part_of(operands.bias, block.rows, block.keys).to(scores.dtype), alpha=unit)
     if operands.slopes is not None:
         scores = scores.sub_(operands.slopes * block.distance.abs(), alpha=unit)
     if infinite is not None:
@@ -123,7 +124,7 @@ def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
     """Returns which scores anything but a score function hides: bool, 5-D, broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
-        masked = ~part_of(operands.mask, block)
+        masked = ~part_of(operands.mask, block.rows, block.keys)
         hidden = masked if hidden is None else masked | hidden
     if operands.key_ranges is not None:
         outside = _outside_ranges(operands, block)
@@ -134,7 +135,7 @@ def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
         masked = ~shown.expand(*(1,) * (5 - shown.dim()), *shown.shape)
         hidden = masked if hidden is None else masked | hidden
     if operands.bias is not None:
-        excluded = part_of(operands.bias, block) == float("-inf")
+        excluded = part_of(operands.bias, block.rows, block.keys) == float("-inf")
         hidden = excluded if hidden is None else excluded | hidden
     return hidden
 
@@ -160,9 +161,3 @@ def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:
 
     rows = torch.arange(block.rows.start, block.rows.stop, dtype=torch.int32, device=operands.k.device)
     return contains(operands.key_ranges[:, :, :, block.keys], rows).logical_not_()
-
-
-def part_of(table: Any, block: RowBlock) -> Any:
-    """The block's view of a table that is broadcastable to the scores of the whole call."""
-    rows = table if table.shape[3] == 1 else table[..., block.rows, :]
-    return rows if table.shape[4] == 1 else rows[..., block.keys]

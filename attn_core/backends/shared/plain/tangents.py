@@ -20,15 +20,11 @@ from attn_core.backends.shared.plain.block_attention import (
     zero_hidden,
 )
 from attn_core.backends.shared.plain.block_operands import BlockOperands, heads_first, operands_of, rows_first
-from attn_core.backends.shared.plain.block_scores import (
-    keys_in,
-    part_of,
-    scores_and_top,
-)
+from attn_core.backends.shared.plain.block_scores import keys_in, scores_and_top
 from attn_core.backends.shared.plain.block_weights import softmax
 from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs, Tangents
+from attn_core.call.tensors import Inputs, Tangents, part_of
 
 Results = tuple[Any, Any, Any, Any]
 """out, lse, dout and dlse."""
@@ -122,7 +118,7 @@ def _moved_logits(
     for each in slopes if moved is not None else []:
         moved = moved.mul_(each)
     if moves.bias is not None:
-        bias = part_of(moves.bias, block).to(wide)
+        bias = part_of(moves.bias, block.rows, block.keys).to(wide)
         moved = bias.expand(*_scores_shape(spec, block)).clone() if moved is None else moved.add_(bias)
     return None if moved is None else zero_hidden(moved, hidden)
 
