@@ -26,15 +26,13 @@ import numpy as np
 
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.kinds import is_number
+from attn_core.call.masks import FAR
 from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score
 from attn_core.expressions.tree import Expression
-
-FAR = 2**30
-"""A distance that no key has. Sums of it and a position fit int32."""
 
 
 class CacheRows(NamedTuple):

@@ -16,8 +16,8 @@ from attn_core.call.kinds import is_number
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 
-UNKNOWN_REACH = 2**30
-"""A distance beyond the end of any row whose length is symbolic. Its sum with a position still fits int32."""
+FAR = 2**30
+"""A distance beyond the end of any row. Kernels add positions to it in int32, so it must stay far below 2**31."""
 
 
 class Band(NamedTuple):
@@ -29,6 +29,10 @@ class Band(NamedTuple):
     left: int | None
     right: int | None
     offset: int
+
+    def sides(self) -> tuple[int, int]:
+        """Returns left and right for kernels that take numbers alone: FAR for a side that is open."""
+        return FAR if self.left is None else self.left, FAR if self.right is None else self.right
 
     def contains(self, rows: Any, columns: Any) -> Any:
         """Returns whether queries ``rows`` see keys ``columns``, which broadcast; plain True if unbounded."""
@@ -70,7 +74,7 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
     queries = spec.q_len if q_len is None else q_len
     keys = spec.kv_len if kv_len is None else kv_len
     # Clamp huge distances: beyond the row they hide nothing more, and kernels add positions to them in int32.
-    reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len
+    reach = FAR if spec.symbolic else spec.q_len + spec.kv_len
     left = None if left is None else min(left, reach)
     right = None if right is None else min(right, reach)
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)

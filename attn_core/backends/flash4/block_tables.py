@@ -15,8 +15,6 @@ from attn_core.call.spec import AttentionSpec
 
 BLOCK = 128
 """Queries and keys of a block."""
-FAR = 2**30
-"""A distance beyond every token, the number for a side of the band that hides nothing."""
 
 
 class Table(NamedTuple):
@@ -95,8 +93,7 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
     rows = spec.batch if max(range_rows, shown_rows) > 1 else 1
     heads = spec.num_heads if max(range_heads, shown_heads) > 1 else 1
     edge = band(spec)
-    left, right = (FAR if side is None else side for side in edge[:2])
-    numbers = spec.q_len, spec.kv_len, left, right, edge.offset, rows, heads, spec.group_size
+    numbers = spec.q_len, spec.kv_len, *edge.sides(), edge.offset, rows, heads, spec.group_size
     spans = (range_rows, range_heads, kv_blocks * BLOCK, 2 * ranges) if ranges else None
     kernel = _kernel(BLOCK, of_queries, ranges, spec.key_ranges_shape is not None, shown is not None)
     return _How(kernel, numbers, spans, (rows, heads, *sides), (spec.batch, spec.num_heads, *sides))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flex.functions import FAR, Edges, PackedTokens
-from attn_core.call.masks import Band, band
+from attn_core.backends.flex.functions import Edges, PackedTokens
+from attn_core.call.masks import FAR, Band, band
 from attn_core.call.spec import AttentionSpec
 
 BLOCK = 128

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attn_core.call.masks import band
+from attn_core.call.masks import FAR, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression, nodes
 
 Reader = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, row, column) -> a value."""
-
-FAR = 2**30
-"""A distance beyond every token, the number for "unbounded". Twice it still fits int32."""
 
 
 class Edges(NamedTuple):

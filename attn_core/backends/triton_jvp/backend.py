@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
-from attn_core.backends.shared.programs.triton import launch, result_buffer
+from attn_core.backends.shared.programs.triton import launch, numbers_of, result_buffer
 from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_jvp import launches
@@ -77,20 +77,12 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the kernel's arguments that follow from the spec. An open side of the window reaches every key."""
-    edge = band(spec)
-    # The kernel adds positions to it in int32, so it must stay far below 2**31.
-    far = 2**30
+    """Returns the kernel's arguments that follow from the spec."""
     return {
-        "scale": spec.scale,
-        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
-        "left": far if edge.left is None else edge.left,
-        "right": far if edge.right is None else edge.right,
+        **numbers_of(spec),
         "PACKED": spec.packed,
         "BOTTOM_RIGHT": spec.alignment == "bottom_right",
-        "LEFT": edge.left is not None,
-        "SOFTCAP": spec.softcap is not None,
-        "SINKS": spec.sinks,
+        "LEFT": band(spec).left is not None,
     }
 
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import How, blocks, sequences
-from attn_core.backends.shared.programs.triton import Description
+from attn_core.backends.shared.programs.triton import Description, numbers_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
-FAR = 2**30
-"""A distance that reaches every key. Kernels add positions to it in int32, so it must stay far below 2**31."""
-
 
 def settings_of(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the kernels' scalar arguments. An open side of the window becomes a distance that reaches every key."""
-    edge = band(spec)
+    """Returns the kernels' scalar arguments."""
     return {
-        "scale": spec.scale,
-        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
-        "left": FAR if edge.left is None else edge.left,
-        "right": FAR if edge.right is None else edge.right,
+        **numbers_of(spec),
         "PACKED": spec.packed,
         "BOTTOM_RIGHT": spec.alignment == "bottom_right",
-        "SOFTCAP": spec.softcap is not None,
-        "SINKS": spec.sinks,
-        "LEFT_OPEN": edge.left is None,
+        "LEFT_OPEN": band(spec).left is None,
         "ALIBI": spec.alibi_shape is not None,
     }
 

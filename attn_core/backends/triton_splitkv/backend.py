@@ -21,7 +21,7 @@ from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks,
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, operands_in_float32
-from attn_core.backends.shared.programs.triton import Description, Direct, launch, multiprocessors
+from attn_core.backends.shared.programs.triton import Description, Direct, launch, multiprocessors, numbers_of
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Launches
@@ -106,20 +106,13 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the kernel's scalar arguments. An open side of the window becomes a distance that reaches every key."""
-    edge, dtype = band(spec), spec.paged.dtype if spec.paged else None
-    # The kernel adds positions to it in int32, so it must stay far below 2**31.
-    far = 2**30
+    """Returns the kernel's scalar arguments."""
+    dtype = spec.paged.dtype if spec.paged else None
     return {
-        "scale": spec.scale,
-        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
-        "left": far if edge.left is None else edge.left,
-        "right": far if edge.right is None else edge.right,
+        **numbers_of(spec),
         "ONE_QUERY": one_query_each(spec),
-        "SOFTCAP": spec.softcap is not None,
-        "SINKS": spec.sinks,
         "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
-        "LEFT_OPEN": edge.left is None,
+        "LEFT_OPEN": band(spec).left is None,
         "FUSED": _scales_late(spec),
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,

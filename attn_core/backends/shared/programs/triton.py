@@ -7,7 +7,9 @@ from functools import cache
 from time import perf_counter
 from typing import Any
 
+from attn_core.call.masks import band
 from attn_core.call.observe import compiled as count_compiled
+from attn_core.call.spec import AttentionSpec
 
 
 @cache
@@ -160,6 +162,19 @@ def _launches_directly() -> bool:
     import triton
 
     return str(triton.__version__).startswith("3.6.")
+
+
+def numbers_of(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns what each of our kernels of attention takes: its numbers, and whether it caps scores and has sinks."""
+    left, right = band(spec).sides()
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
+        "left": left,
+        "right": right,
+        "SOFTCAP": spec.softcap is not None,
+        "SINKS": spec.sinks,
+    }
 
 
 def result_buffer(into: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
