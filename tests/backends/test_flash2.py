@@ -210,7 +210,7 @@ def test_a_build_with_few_head_dims_refuses_the_others() -> None:
     ],
 )
 def test_the_kernel_width_of_each_head_dim(dim: int, head_dims: tuple[int, ...], width: int) -> None:
-    assert flash2.width_of(dim, head_dims) == width
+    assert rewrites.width_of(dim, flash2.WIDTHS, head_dims) == width
 
 
 # ROCm, tested as plain data because the project has no AMD GPU

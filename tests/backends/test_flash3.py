@@ -21,7 +21,7 @@ from paged_inputs import inputs_of
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
 from attn_core.backends.flash3.backend import SMALLEST_FACTOR, Operators, prepare, quantise
-from attn_core.backends.shared import build_trials
+from attn_core.backends.shared import build_trials, rewrites
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
@@ -89,12 +89,13 @@ def test_lower(spec: AttentionSpec, changes: dict[str, Any]) -> None:
 
 
 def test_the_kernel_width_of_each_head_dim() -> None:
-    assert [flash3.width_of(dim, ()) for dim in (1, 8, 11, 64, 72, 80, 96, 130, 256)] == [
-        *(8, 8, 16, 64, 72, 80, 96, 136, 256)
-    ]
-    assert [flash3.width_of(dim, (), 16) for dim in (1, 16, 24, 80, 200)] == [16, 16, 32, 80, 208]
-    assert [flash3.width_of(dim, (64, 128)) for dim in (40, 64, 72, 96, 100)] == [40, 64, 128, 128, 104]
-    assert flash3.width_of(136, (64, 128)) == 136  # refused earlier: larger than any width of the build
+    def widths(built: tuple[int, ...], *dims: int, multiple: int = 8) -> list[int]:
+        return [rewrites.width_of(dim, flash3.WIDTHS, built, multiple) for dim in dims]
+
+    assert widths((), 1, 8, 11, 64, 72, 80, 96, 130, 256) == [8, 8, 16, 64, 72, 80, 96, 136, 256]
+    assert widths((), 1, 16, 24, 80, 200, multiple=16) == [16, 16, 32, 80, 208]
+    assert widths((64, 128), 40, 64, 72, 96, 100) == [40, 64, 128, 128, 104]
+    assert widths((64, 128), 136) == [136]  # refused earlier: larger than any width of the build
 
 
 # What is refused

@@ -73,7 +73,7 @@ WRITES_INTO = True
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations of features that the kernel computes wrongly or cannot launch."""
-    width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
+    width = rewrites.width_of(max(spec.head_dim, spec.value_dim), WIDTHS, build.head_dims if build else ())
     reasons = [*rewrites.refusals(spec), *_combinations(spec, device, width)]
     return (*reasons, *kernel_limits.grid(spec, NAME))
 
@@ -106,15 +106,6 @@ def _invariant_refusals(spec: AttentionSpec) -> Iterator[str]:
     for what, reason in why.items():
         if reason:
             yield f"invariant={spec.invariant!r} with {what}: {NAME} {reason}"
-
-
-def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
-    """Returns the head dimension to run ``dim`` at: the next multiple of 8, or the next width that the build has."""
-    eights = -(-dim // 8) * 8
-    native = next((width for width in WIDTHS if width >= eights), eights)
-    if not head_dims or native in head_dims:
-        return eights
-    return next((width for width in head_dims if width > eights), eights)
 
 
 def probe() -> str:
@@ -281,5 +272,5 @@ def _backward_of_rows(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, d
     return Gradients(*(torch.cat(gradients) for gradients in zip(*parts, strict=True)))
 
 
-KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
+KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: rewrites.width_of(dim, WIDTHS, build().head_dims))
 forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)

@@ -93,7 +93,7 @@ def _limits(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
         yield f"dtype {spec.dtype}: {name} has none"
     widths = build.head_dims if build else ()  # empty: every width runs
     if spec.paged is not None:
-        own = {width_of(dim, widths) for dim in (spec.head_dim, spec.value_dim)}
+        own = {rewrites.width_of(dim, WIDTHS, widths) for dim in (spec.head_dim, spec.value_dim)}
         yield from flash_paged.flash3_refusals(spec, name, own)
     if (rows := spec.documents or spec.batch) > GRID_LIMIT:
         yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
@@ -219,15 +219,6 @@ def build() -> Build:
     if len(operators().backward._schema.returns) != 5:
         lacking.append(ORDERED)
     return Build(name, tuple(lacking), head_dims=() if head_dims == WIDTHS else head_dims)
-
-
-def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:
-    """Returns the head dimension to run ``dim`` at: the next multiple, or the next width that the build has."""
-    width = -(-dim // multiple) * multiple
-    native = next((kernel for kernel in WIDTHS if kernel >= width), width)
-    if not head_dims or native in head_dims:
-        return width
-    return next((kernel for kernel in head_dims if kernel > width), width)
 
 
 @lru_cache(maxsize=4096)
@@ -444,9 +435,9 @@ def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any])
     return _attend_e4m3(spec, inputs, factors, None)
 
 
-KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
+KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: rewrites.width_of(dim, WIDTHS, build().head_dims))
 # The kernel copies 16 bytes at a time: 8 elements of 16 bits, or 16 of e4m3.
-FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: width_of(dim, build().head_dims, 16))
+FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: rewrites.width_of(dim, WIDTHS, build().head_dims, 16))
 forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)
 OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, True, _forward_without_memory)
 program_operands = operands_in_float32

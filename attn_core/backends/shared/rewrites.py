@@ -128,6 +128,19 @@ def whole_eights(dim: int) -> int:
     return -(-dim // 8) * 8
 
 
+def width_of(dim: int, widths: tuple[int, ...], built: tuple[int, ...], multiple: int = 8) -> int:
+    """Returns the head dimension to run ``dim`` at: the next multiple, or the next width that the build has.
+
+    Args:
+        widths: of the package's kernels, ascending. built: those that the build has, () for all.
+    """
+    width = -(-dim // multiple) * multiple
+    native = next((kernel for kernel in widths if kernel >= width), width)
+    if not built or native in built:
+        return width
+    return next((kernel for kernel in built if kernel > width), width)
+
+
 def by_kv_head(gradient: Any, kv_heads: int) -> Any:
     """``[batch, length, heads, dim]`` -> ``[batch, length, kv_heads, dim]``, summed in float32."""
     import torch
