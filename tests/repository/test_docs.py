@@ -252,6 +252,8 @@ def test_results_that_a_page_names_exist(page: Path) -> None:
 FIGURE = re.compile(r"\d ?(?:µs|ms|TFLOP/s)(?!\w)|\d (?:times as fast|times the speed)|% of linear")
 """A measured time or speed."""
 WRITTEN_BY_SCRIPTS = ("training.md",)
+LAB = ROOT / "docs/lab"
+"""Dated evidence for maintainers, which the navigation does not show."""
 MEASURED = re.compile(r"<!-- (?:table: [^>]+|measured once) -->.*?<!-- end -->|^```.*?^```", re.M | re.S)
 """What scripts write, or wrote once; and code."""
 
@@ -259,7 +261,13 @@ MEASURED = re.compile(r"<!-- (?:table: [^>]+|measured once) -->.*?<!-- end -->|^
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_only_scripts_write_measured_figures(page: Path) -> None:
     by_hand = MEASURED.sub("", page.read_text(encoding="utf-8"))
-    assert page.name in WRITTEN_BY_SCRIPTS or not FIGURE.findall(by_hand)
+    assert page.name in WRITTEN_BY_SCRIPTS or page.parent == LAB or not FIGURE.findall(by_hand)
+
+
+def test_every_note_of_the_lab_has_a_date() -> None:
+    lines = [line for page in LAB.glob("*.md") for line in page.read_text(encoding="utf-8").splitlines()]
+    notes = [line for line in lines if line.startswith("- ")]
+    assert notes and [note for note in notes if not re.match(r"- \d{4}-\d\d-\d\d: ", note)] == []
 
 
 def test_the_search_for_measured_figures_finds_them() -> None:
@@ -276,10 +284,12 @@ def test_every_fact_about_another_library_has_a_source() -> None:
         assert "](https://" in theirs or name == "together", name
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+def test_every_page_but_those_of_the_lab_is_in_the_navigation() -> None:
+    settings, _, navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert set(re.findall(r": ([\w/]+\.md)$", navigation, re.MULTILINE)) == pages
+    lab = {page for page in pages if page.startswith("lab/")}
+    assert set(re.findall(r": ([\w/]+\.md)$", navigation, re.MULTILINE)) == pages - lab
+    assert re.findall(r"^not_in_nav: (\S+)", settings, re.MULTILINE) == ["/lab/"]
 
 
 def test_folders_in_the_architecture_exist() -> None:

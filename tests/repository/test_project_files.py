@@ -15,6 +15,7 @@ import attn_core
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 
@@ -47,10 +48,37 @@ def test_the_citation_has_the_version_and_the_authors_of_the_package() -> None:
     assert {"cff-version", "message", "title"} <= citation.keys()
 
 
-def test_the_changelog_has_the_version_below_what_is_unreleased() -> None:
-    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert headings[:2] == ["Unreleased", attn_core.__version__]
+def test_the_changelog_has_a_released_version_below_what_is_unreleased() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", CHANGELOG, re.MULTILINE)
+    assert headings[0] == "Unreleased" and headings[1:2] in ([], [attn_core.__version__])
     assert len(headings) == len(set(headings))
+
+
+def test_the_changelog_is_short() -> None:
+    assert long_entries(CHANGELOG) == []
+    assert len(CHANGELOG.split()) <= 3000
+
+
+def test_a_long_entry_of_the_changelog_is_found() -> None:
+    fits = "word " * 19 + "end"
+    for entry in (f"- {fits}", f"- {fits[:50]}\n  {fits[50:]}", f"| {fits[:50]} | {fits[50:]} |"):
+        assert long_entries(f"## [Unreleased]\n\n### Pages\n\n- short\n{entry}\n- short\n") == []
+        longer = entry.replace("end", "the end")
+        assert len(long_entries(f"## [Unreleased]\n\n### Pages\n\n- short\n{longer}\n- short\n")) == 1
+    with pytest.raises(AssertionError, match="no entry: word"):
+        long_entries(f"## [Unreleased]\n\n{fits}\n")
+
+
+def long_entries(changelog: str) -> list[str]:
+    """The entries of more than 20 words. Below the introduction every line is of a heading, an entry or a table."""
+    entries: list[str] = []
+    for line in changelog[changelog.index("## [") :].splitlines():
+        if line.startswith("  "):
+            entries[-1] += line
+        elif line and not line.startswith("#"):
+            assert line.startswith(("- ", "| ", "|-")), f"no entry: {line}"
+            entries.append(line)
+    return [entry for entry in entries if len(re.findall(r"\S*\w\S*", entry)) > 20]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
