@@ -33,7 +33,6 @@ from attn_core.call.tensors import Gradients, Inputs
 
 Tensors = tuple[Any, ...]
 
-
 # The operands by their names in flash-attn-4, in the order in which they are replayed; None for an absent one.
 ForwardOperands = namedtuple("ForwardOperands", "q k v out lse cu_seqlens_q cu_seqlens_k")
 BackwardOperands = namedtuple("BackwardOperands", "q k v out dout lse dq dk dv dlse cu_seqlens_q cu_seqlens_k")
@@ -123,9 +122,10 @@ def _chooses_by_family(device: int) -> bool:
 FEW_DOCUMENTS = 256
 """With more packed documents flash-attn-4 launches more kernels, which depend on the lengths."""
 _FIELDS = (
-    "dtype num_heads num_kv_heads head_dim value_dim packed sinks paged partial invariant softcap scale deterministic"
+    "dtype num_heads num_kv_heads head_dim value_dim packed sinks paged partial invariant "
+    "softcap scale deterministic dropout mask_shape bias_shape alibi_shape"
 )
-_WIDTHS = attrgetter(*_FIELDS.split(), "dropout", "mask_shape", "bias_shape", "alibi_shape")
+_WIDTHS = attrgetter(*_FIELDS.split())
 
 
 def family(spec: AttentionSpec) -> Any:
@@ -140,44 +140,7 @@ def family(spec: AttentionSpec) -> Any:
     return (*_WIDTHS(spec), window(spec), min(-(-rows // 64), 5))
 
 
-def forward(
-    launches: Launches | None, spec: AttentionSpec, inputs: Inputs, into: Any, by_entry_points: ByEntryPoints
-) -> tuple[Any, Any]:
-    """Returns (out, lse) of a call of the kernel's own widths, from its launches if there are any.
-
-    Args:
-        into: as in ``Backend.forward``.
-    """
-    has_tables = not masked.is_plain(spec) if launches is None else launches.has_tables
-    operands, tables, results = _forward_operands(spec, inputs, into, has_tables)
-    if launches is None:
-        return _by_python(spec, "forward", ForwardOperands(*operands), tables, results, by_entry_points)  # type: ignore[no-any-return]
-    launches.run(operands, tables)
-    return results
-
-
-def backward(
-    launches: Launches | None,
-    spec: AttentionSpec,
-    inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    into: Any,
-    dlse: Any,
-    by_entry_points: ByEntryPoints,
-) -> Gradients:
-    """Returns the gradients of a call of the kernel's own widths, as ``forward``."""
-    has_tables = not masked.is_plain(spec) if launches is None else launches.has_tables
-    operands, tables, gradients = _backward_operands(spec, inputs, out, lse, dout, into, dlse, has_tables)
-    if launches is None:
-        half = BACKWARD_HALF[dlse is None]
-        return _by_python(spec, half, BackwardOperands(*operands), tables, gradients, by_entry_points)  # type: ignore[no-any-return]
-    launches.run(operands, tables)
-    return gradients
-
-
-# Operands: in a layout for which the entry points neither copy nor compile another kernel.
+# Operands have a layout for which the entry points neither copy nor compile another kernel.
 
 
 def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
@@ -223,10 +186,14 @@ def dense(tensor: Any) -> Any:
     return tensor if tensor.is_contiguous() and not tensor.data_ptr() % 16 else copied(tensor)
 
 
-def _forward_operands(
-    spec: AttentionSpec, inputs: Inputs, into: Any, has_tables: bool
-) -> tuple[Tensors, Tensors, tuple[Any, Any]]:
-    """Returns the fields of ``ForwardOperands``, those of ``masked.operands``, and the results among the first."""
+def forward(
+    launches: Launches | None, spec: AttentionSpec, inputs: Inputs, into: Any, by_entry_points: ByEntryPoints
+) -> tuple[Any, Any]:
+    """Returns (out, lse) of a call of the kernel's own widths, from its launches if there are any.
+
+    Args:
+        into: as in ``Backend.forward``.
+    """
     import torch
 
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
@@ -235,14 +202,28 @@ def _forward_operands(
         out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
-    tables = masked.operands(spec, inputs, "forward") if has_tables else ()
-    return (q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k), tables, (out, lse)
+    # In the order of ``ForwardOperands``. Making one takes longer than making a tuple.
+    operands = q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if launches is None:
+        tables = masked.operands(spec, inputs, "forward")
+        named = ForwardOperands(*operands)
+        return _by_python(spec, "forward", named, tables, (out, lse), by_entry_points)  # type: ignore[no-any-return]
+    launches.run(operands, masked.operands(spec, inputs, "forward") if launches.has_tables else ())
+    return out, lse
 
 
-def _backward_operands(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, has_tables: bool
-) -> tuple[Tensors, Tensors, Gradients]:
-    """Returns the fields of ``BackwardOperands``, those of ``masked.operands``, and the results among the first."""
+def backward(
+    launches: Launches | None,
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    into: Any,
+    dlse: Any,
+    by_entry_points: ByEntryPoints,
+) -> Gradients:
+    """Returns the gradients of a call of the kernel's own widths, as ``forward``."""
     import torch
 
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
@@ -251,9 +232,14 @@ def _backward_operands(
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv
     others = [None if x is None else dense(x) for x in (dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-    tables = masked.operands(spec, inputs, "backward") if has_tables else ()
     operands = (q, k, v, readable(out), readable(dout), dense(lse), dq, dk, dv, *others)
-    return operands, tables, Gradients(dq, dk, dv)
+    gradients = Gradients(dq, dk, dv)
+    if launches is None:
+        tables = masked.operands(spec, inputs, "backward")
+        named = BackwardOperands(*operands)
+        return _by_python(spec, BACKWARD_HALF[dlse is None], named, tables, gradients, by_entry_points)  # type: ignore[no-any-return]
+    launches.run(operands, masked.operands(spec, inputs, "backward") if launches.has_tables else ())
+    return gradients
 
 
 # The first and the second call
