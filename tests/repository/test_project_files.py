@@ -61,7 +61,7 @@ def test_the_changelog_is_short() -> None:
 
 def test_a_long_entry_of_the_changelog_is_found() -> None:
     fits = "word " * 19 + "end"
-    for entry in (f"- {fits}", f"- {fits[:50]}\n  {fits[50:]}", f"| {fits[:50]} | {fits[50:]} |"):
+    for entry in (f"- {fits}", f"- {fits[:50]}\n  {fits[50:]}", f"{fits[:50]} | {fits[50:]}"):
         assert long_entries(f"## [Unreleased]\n\n### Pages\n\n- short\n{entry}\n- short\n") == []
         longer = entry.replace("end", "the end")
         assert len(long_entries(f"## [Unreleased]\n\n### Pages\n\n- short\n{longer}\n- short\n")) == 1
@@ -70,13 +70,13 @@ def test_a_long_entry_of_the_changelog_is_found() -> None:
 
 
 def long_entries(changelog: str) -> list[str]:
-    """The entries of more than 20 words. Below the introduction every line is of a heading, an entry or a table."""
+    """The entries of more than 20 words. A line below the introduction is of a heading, an entry or a table of names."""
     entries: list[str] = []
     for line in changelog[changelog.index("## [") :].splitlines():
         if line.startswith("  "):
             entries[-1] += line
         elif line and not line.startswith("#"):
-            assert line.startswith(("- ", "| ", "|-")), f"no entry: {line}"
+            assert line.startswith("- ") or " | " in line, f"no entry: {line}"
             entries.append(line)
     return [entry for entry in entries if len(re.findall(r"\S*\w\S*", entry)) > 20]
 
