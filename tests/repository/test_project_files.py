@@ -70,7 +70,7 @@ def test_a_long_entry_of_the_changelog_is_found() -> None:
 
 
 def long_entries(changelog: str) -> list[str]:
-    """The entries of more than 20 words. A line below the introduction is of a heading, an entry or a table of names."""
+    """The entries of more than 20 words. Lines below the introduction are headings, entries and names."""
     entries: list[str] = []
     for line in changelog[changelog.index("## [") :].splitlines():
         if line.startswith("  "):
