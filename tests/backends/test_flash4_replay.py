@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -361,6 +361,35 @@ def test_arguments_in_tuples_are_picked_again() -> None:
     assert first is others[1] and table[0] is others[0] and table[1] is others[1] and table[2] is None
     assert type(numbers) is AuxData and numbers == (None, (others[2].data_ptr(), 4, 7))
     assert type(empty) is AuxData and empty == (None, None) and scale == 0.5
+
+
+def test_arrays_that_share_memory_when_they_are_recorded_may_differ_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA passes one array twice as two tensors; a kernel knows both by the same address."""
+    monkeypatch.setitem(sys.modules, "cutlass", SimpleNamespace(Int64=Number))
+    monkeypatch.setattr(replay, "FIRST_GPU", -1)
+    monkeypatch.setattr(recording, "is_possible", lambda: True)
+    recorder, launched = Recorder(with_memory=True), list[Any]()
+    monkeypatch.setattr(recording, "recording", lambda with_memory: nullcontext(recorder))
+    monkeypatch.setattr(replay, "_seen", set())
+    monkeypatch.setattr(replay, "_recorded", {})
+
+    def by_entry_points(spec: Any, operands: Any, tables: Any, lane: Any) -> Any:
+        if lane is recorder:
+            recorder.note(lambda *seen: launched.append(seen), "kernel", (tuple(map(lane.address, tables)),))
+        return operands.out, operands.lse
+
+    memory = torch.zeros(4).numpy()
+    out, lse = torch.zeros(1), torch.zeros(1)
+    operands = replay.ForwardOperands(torch.zeros(1), torch.zeros(1), torch.zeros(1), out, lse, None, None)
+    for _ in range(2):
+        tables = torch.from_numpy(memory), torch.from_numpy(memory)
+        assert tables[0].data_ptr() == tables[1].data_ptr()
+        replay._by_python(SPEC, "forward", operands, tables, (out, lse), by_entry_points)
+    (launches,) = replay._recorded.values()
+    assert launches is not None
+    others = torch.zeros(4), torch.zeros(4)
+    launches.run(operands, others)
+    assert launched[-1] == (tuple(each.data_ptr() for each in others),)
 
 
 def test_a_view_in_a_tuple_prevents_a_replay() -> None:

@@ -129,7 +129,7 @@ class Recorder:
         """Returns the recording of a call.
 
         Args:
-            operands: every tensor that it got, and None for an operand that it has not. No two share their memory.
+            operands: every tensor that it got, and None for an operand that it has not. No two have one address.
 
         Raises:
             Unrecordable: if there is an operation of torch that does more than allocate, or a kernel's argument that is
@@ -142,7 +142,7 @@ class Recorder:
                 tensors.append(result)
             elif not name.startswith(_NOTHING):
                 raise Unrecordable(f"a torch operation, {name}, among its kernels")
-        places = {memory_of(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
+        places = {_memory(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
 
         def known(value: Any, _: Any) -> Any:
             number = getattr(value, "value", None)
@@ -151,7 +151,7 @@ class Recorder:
             if not hasattr(tensor, "untyped_storage"):
                 check_constant(value)
                 return value
-            place = places.get(memory_of(tensor))
+            place = places.get(_memory(tensor))
             if place is None or _layout(tensor) != _layout(tensors[place]):
                 what = f"{list(tensor.shape)}, strides {tensor.stride()}"
                 raise Unrecordable(f"a kernel takes a view, or a tensor that is not the call's: {what}")
@@ -302,9 +302,9 @@ def check_constant(value: Any) -> Any:
     raise Unrecordable(f"a kernel takes {type(value).__name__} {value!r:.200}")
 
 
-def memory_of(tensor: Any) -> Any:
-    """Returns what identifies a tensor's memory, also of a tensor that has none: its storage and where it starts."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+def _memory(tensor: Any) -> Any:
+    """Returns what identifies a tensor's memory, also of a tensor that has none: storage and first byte."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import masked, own_kernels, recording, versions
-from attn_core.backends.flash4.recording import Operand, Recording, memory_of
+from attn_core.backends.flash4.recording import Operand, Recording
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 from attn_core.backends.shared.readable import copied
 from attn_core.call.masks import band
@@ -258,13 +258,15 @@ def _by_python(
     key = (_forward_key(spec, device) if half == "forward" else spec), half, device
     if not _is_due(key):
         return by_entry_points(spec, operands, tables, own_kernels)
-    taken: set[Any] = set()
+    taken: set[int] = set()
 
     def alone(tensor: Any) -> Any:
-        """Returns a tensor with memory of its own, by which a recording knows it: k may be v, and dout may be out."""
-        if tensor is not None and memory_of(tensor) in taken:
+        """Returns a tensor with an address of its own, by which kernels may get it: k may be v, and dout may be out."""
+        if tensor is None:
+            return None
+        if tensor.data_ptr() in taken:
             return copied(tensor)
-        taken.add(None if tensor is None else memory_of(tensor))
+        taken.add(tensor.data_ptr())
         return tensor
 
     operands, tables = type(operands)(*map(alone, operands)), tuple(map(alone, tables))
