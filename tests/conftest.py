@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,6 +108,15 @@ def library(compiled_operators: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
     compiled_lane.lane_of.cache_clear()
     yield path
     compiled_lane.lane_of.cache_clear()
+
+
+@pytest.fixture
+def replace_fields() -> Iterator[Callable[..., None]]:
+    """``replace_fields(record, **fields)``: ``frameworks.replaced`` until the end of the test."""
+    from frameworks import replaced
+
+    with ExitStack() as stack:
+        yield lambda record, **fields: stack.enter_context(replaced(record, **fields))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Loads backends by name, and holds the order of automatic choice.
 
-Each file or folder here is a backend, except ``support`` (a backend's claims), ``contract`` (the members of its module)
-and ``shared`` (helpers of several backends). A backend imports neither torch nor jax nor its kernel at module level;
+Each file or folder here is a backend, except ``support`` (a backend's claims), ``contract`` (its record) and ``shared``
+(helpers of several backends). A backend imports neither torch nor jax nor its kernel at module level;
 its functions do, when they run. So every backend can be selected, explained and documented without its kernel.
 """
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pkgutil import iter_modules
 from typing import Any
 
-from attn_core.backends.contract import Backend, completed, forward_with_maximum, paged_shortcut, shortcut
+from attn_core.backends.contract import Backend
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.device_kinds import ANY, STARTS, kind_of
@@ -37,15 +37,12 @@ __all__ = [
     "PagedInputs",
     "availability",
     "check_name",
-    "forward_with_maximum",
     "installed_build",
     "kind_of",
     "load",
-    "modules",
     "names",
     "of_kind",
-    "paged_shortcut",
-    "shortcut",
+    "records",
     "usual_order",
 ]
 
@@ -127,23 +124,20 @@ FOREIGN_NAMES = {
 @cached_once
 def names() -> tuple[str, ...]:
     """Returns every backend's name: the files and folders here, each followed by its variants."""
-    return tuple(_variants())
+    return tuple(_places())
 
 
 @cached_once
-def _variants() -> dict[str, tuple[str, str | None]]:
-    """Returns name -> (file or folder, the argument of its ``variant``, None for the backend itself)."""
-    result: dict[str, tuple[str, str | None]] = {}
+def _places() -> dict[str, str]:
+    """Returns name -> the file or folder that makes the backend's record."""
     # The folder's content is the list, so that adding a backend edits no other file.
-    for place in sorted(module.name for module in iter_modules(__path__) if module.name not in NOT_BACKENDS):
-        result[place] = (place, None)
-        result |= {name: (place, word) for name, word in getattr(_module(place, "cpu"), "VARIANTS", {}).items()}
-    return result
+    places = sorted(module.name for module in iter_modules(__path__) if module.name not in NOT_BACKENDS)
+    return {backend.name: place for place in places for backend in _made_in(place, "cpu")}
 
 
 @cached_once
 def load(name: str, kind: str = "cpu") -> Backend:
-    """Returns the module of a backend for a kind of device.
+    """Returns a backend's record for a kind of device.
 
     A backend is a file, ``sage.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
     ``flex/cpu.py`` and ``flex/cuda.py``. A file for one kind, ``flash2/rocm.py``, comes before ``backend.py``.
@@ -152,36 +146,33 @@ def load(name: str, kind: str = "cpu") -> Backend:
         SpecError: for an unknown name, with close matches.
     """
     check_name(name)
-    place, word = _variants()[name]
-    module = _module(place, kind)
-    return module if word is None else _variant(module, word)
+    return _record(name, kind)
+
+
+def _record(name: str, kind: str) -> Backend:
+    return next(backend for backend in _made_in(_places()[name], kind) if backend.name == name)
 
 
 @cached_once
-def _module(place: str, kind: str) -> Any:
-    """Returns the module of a file or folder for a kind of device. Imports no kernel."""
-    module = importlib.import_module(f"{__name__}.{place}")
-    if not hasattr(module, "__path__"):
-        return completed(module)
-    inside = {entry.name for entry in iter_modules(module.__path__)}
-    # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
-    name = next(name for name in (kind, "backend", "cpu") if name in inside)
-    return completed(importlib.import_module(f"{__name__}.{place}.{name}"))
+def _made_in(place: str, kind: str) -> tuple[Backend, ...]:
+    """Returns the records of a file or folder for a kind of device: its own, then its variants. Imports no kernel."""
+    module: Any = importlib.import_module(f"{__name__}.{place}")
+    if hasattr(module, "__path__"):
+        inside = {entry.name for entry in iter_modules(module.__path__)}
+        # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
+        name = next(name for name in (kind, "backend", "cpu") if name in inside)
+        module = importlib.import_module(f"{__name__}.{place}.{name}")
+    return (module.BACKEND, *module.BACKEND.variants)
 
 
-@cached_once  # one object for all kinds of device, because ``modules`` compares by identity
-def _variant(module: Any, word: str) -> Backend:
-    return completed(module.variant(word))
+def records(name: str) -> dict[str, Backend]:
+    """Returns a backend's records by kind of device: ``{"": record}``, or one for each of several kinds.
 
-
-def modules(name: str) -> dict[str, Backend]:
-    """Returns a backend's modules by kind of device: ``{"": module}``, or one for each of several kinds.
-
-    The module for all kinds that have none of their own has the key "", or "cpu" if it is the one of several for CPUs.
+    The record for all kinds that have none of their own has the key "", or "cpu" if it is the one of several for CPUs.
     """
     main = load(name)
     others = {kind: load(name, kind) for kind in STARTS if load(name, kind) is not main}
-    return {"cpu" if others and main.FORWARD.devices == ("cpu",) else "": main, **others}
+    return {"cpu" if others and main.forward_claims.devices == ("cpu",) else "": main, **others}
 
 
 def usual_order(framework: str, kind: str, *, paged: bool = False) -> tuple[str, ...]:
@@ -196,7 +187,7 @@ def of_kind(orders: Orders, framework: str, kind: str) -> tuple[str, ...]:
 
 def check_name(name: str) -> None:
     """Raises SpecError for a name that no backend has, with our name for another library's, or close matches."""
-    if name not in _variants():
+    if name not in _places():
         close = FOREIGN_NAMES.get(str(name).lower()) or get_close_matches(str(name).lower(), names(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names())}"
         raise SpecError(f"backend={name!r}: unknown backend; {hint}")
@@ -209,7 +200,7 @@ def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
     try:
         return backend.probe(), None
     except (Exception, SystemExit) as error:  # an import may fail in any way, and must not affect other backends
-        return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+        return None, f"not available: {type(error).__name__}: {error} (needs {backend.requires})"
 
 
 @cached_once

@@ -1,179 +1,238 @@
-"""Backend: the members of a backend module, the defaults of the optional ones, and functions that read some of them."""
+"""Backend: what one kernel offers, a record that its own file makes; and the records of its optional capabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
+
+if TYPE_CHECKING:
+    from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+    from attn_core.backends.shared.programs.operator_recorder import Functions
+
+Shortcut = Callable[..., "tuple[Any, Any] | None"]
+WithMaximum = Callable[[AttentionSpec, Inputs], tuple[Any, Any, Any]]
 
 
-class Backend(Protocol):
-    """The members of a backend module, in this order. OPTIONAL has the defaults of those that it need not define.
+class Jvp(Protocol):
+    """Computes the tangents of out and lse along those of the tensors; see ``ForwardModePass``."""
 
-    FRAMEWORK: ``"torch"`` or ``"jax"``, the framework of the tensors that forward and backward take.
-    REQUIRES: the upstream packages with their ranges, for people and for the advice of ``attn doctor``.
-    FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
+    def __call__(
+        self, spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns (out, lse, dout, dlse)."""
 
-    WRITES_INTO: forward and backward take a last argument ``into``, buffers for their results: (out, lse) or Gradients,
-        with None for a result without a buffer. The returned tensors are the results; the caller copies a result that
-        is not the buffer itself. The buffers are contiguous.
-    WRITES_GRADIENTS: False says that backward's results never are the buffers.
-    PAGES_ALONE: it refuses every call that is not paged, ``into`` may have any strides with dense channels, and its
-        paged shortcut also takes offsets of queries, which it must clamp, and scales of quantised pages.
-    FORWARD_MODE: what it claims about forward mode, or None. A backend of JAX that claims it has a forward whose
-        operations JAX differentiates. A backend of torch has a ``jvp``.
-    ROW_MAXIMUM: what it claims about its ``row_maximum``, or None.
-    OPERATOR_FUNCTIONS: the ``operator_program.Functions`` of a backend whose programs are operators of torch, or None.
-        The programs of other backends are kernels.
 
-    Optional functions are also ``build()`` (see Support's Build), ``warm_up(spec)``, which compiles its kernels on the
-    current device, ``shortcut(spec)``, ``paged_shortcut(spec)`` and ``forward_with_maximum(spec)``, see the functions
-    below, ``program`` with ``program_operands(spec, arrays)``, and ``variant(word)``.
+def _refuses_nothing(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    return ()
+
+
+def _none_beside_the_calls(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _always(spec: AttentionSpec) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pages:
+    """How a backend runs eager calls on pages, beside its ``forward``.
+
+    Attributes:
+        shortcut: ``shortcut(spec)`` returns the function that ``Backend.paged_shortcut_of`` describes, for one plan:
+            for one device, and one dtype of the sinks.
+        alone: it refuses every call that is not paged, ``into`` may have any strides with dense channels, and its
+            shortcut also takes offsets of queries, which it must clamp, and scales of quantised pages.
     """
 
-    FRAMEWORK: str
-    REQUIRES: str
-    FORWARD: Support
-    BACKWARD: Support | None
-    WRITES_INTO: bool
-    WRITES_GRADIENTS: bool
-    PAGES_ALONE: bool
-    FORWARD_MODE: Support | None
-    ROW_MAXIMUM: Support | None
-    OPERATOR_FUNCTIONS: Any
-    build: Callable[[], Build | None] | None
-    warm_up: Callable[[AttentionSpec], None] | None
-    program_operands: Callable[[AttentionSpec, dict[str, Any]], dict[str, Any]]
+    shortcut: Callable[[AttentionSpec], Shortcut]
+    alone: bool = False
 
-    def refuses(self, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-        """Returns reasons that no single claim expresses, such as combinations; empty if there are none.
 
-        Faults of upstream versions are rows of ``known_bad.json``, which selection reads.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Kernels that XLA launches without Python.
 
-        device: such as ``"sm90"``. build: describes the installed package if the backend defines ``build()``; None
-        otherwise, also while planning for another machine. Assume the most restrictive build then.
+    Attributes:
+        make: ``make(spec, direction, with_dlse, as_one)`` returns the kernels of a call, see ``operator_program``. For
+            the largest logits, ``make(spec)``.
+        refuses: ``refuses(spec, device)`` returns why XLA cannot launch the kernels of a call; empty if it can.
+        operands: ``operands(spec, arrays)`` returns the operands that are not the call's own arrays, by name.
+        operator_functions: what the programs record if they are operators of torch; None if they are kernels. Operators
+            cost the host more.
+    """
+
+    make: Callable[..., KernelProgram]
+    refuses: Callable[[AttentionSpec, str], tuple[str, ...]] = _refuses_nothing
+    operands: Callable[[AttentionSpec, dict[str, Any]], dict[str, Any]] = _none_beside_the_calls
+    operator_functions: Functions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardModePass:
+    """How a backend computes tangents.
+
+    Attributes:
+        claims: about forward mode.
+        jvp: returns (out, lse, dout, dlse): the tangents of out and lse along those of the tensors. None for a backend
+            of JAX, whose forward has operations that JAX differentiates. The function takes Tangents of which at least
+            one is not None. dout and dlse have the shapes and dtypes of out and lse, and are 0 in rows that see no key.
+            With ``primals`` it also returns the out and lse of ``forward``; without, anything in their place. ``into``
+            is None, or if the backend writes into them, buffers for dout and dlse. It is never called if
+            ``spec.empty``, and never builds a graph.
+    """
+
+    claims: Support
+    jvp: Jvp | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowMaximumPass:
+    """How a backend computes the largest logit of each row.
+
+    A logit is what enters the softmax: a visible pair's score after scale, softcap, score function, bias and ALiBi.
+
+    Attributes:
+        claims: about ``function``.
+        function: returns the largest logits, in ``spec.lse_shape`` and ``lse_dtype``. A row that sees no key has -inf.
+            The spec has no sinks, dropout, pages or gradients, and v is k. The function is never called if
+            ``spec.empty``, and never builds a graph.
+        with_forward: ``with_forward(spec)`` returns the function that ``Backend.forward_with_maximum`` describes, or
+            None. It pays off if the forward has the maxima at hand.
+        program: the same as ``function``, which XLA launches without Python.
+    """
+
+    claims: Support
+    function: Callable[[AttentionSpec, Inputs], Any]
+    with_forward: Callable[[AttentionSpec], WithMaximum | None] | None = None
+    program: Program | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Backend:
+    """One kernel. Its file makes the record once, as ``BACKEND``; ``load`` returns it.
+
+    Attributes:
+        name: of the backend, which callers pass.
+        framework: ``"torch"`` or ``"jax"``, the framework of the tensors that forward and backward take.
+        requires: the upstream packages with their ranges, for people and for the advice of ``attn doctor``.
+        forward_claims, backward_claims: what it can run; the second is None if there is no gradient.
+        refuses: ``refuses(spec, device, build)`` returns reasons that no single claim expresses, such as combinations;
+            empty if there are none. Faults of upstream versions are rows of ``known_bad.json``, which selection reads.
+            device: such as ``"sm90"``. build: describes the installed package if there is a ``build``; None otherwise,
+            also while planning for another machine. Assume the most restrictive build then.
+        probe: imports the kernel's symbols and returns the version. Errors of the import propagate.
+        lower: returns the kernel's arguments for a spec, without tensors. Pure.
+        forward: ``forward(spec, inputs)`` returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. It is never
+            called if ``spec.empty``. lse is -inf for rows that see no key, also with sinks. Any lse will do if the spec
+            neither returns it nor needs a backward nor is partial. A backend that claims ``paged`` also takes
+            PagedInputs.
+        backward: ``backward(spec, inputs, out, lse, dout, dlse)`` returns the gradients from the saved out and lse.
+            dlse is None if nothing depends on the log-sum-exp. None if there is no gradient.
+        build: describes the installed package, see Build.
+        warm_up: compiles the kernels of a spec on the current device.
+        shortcut: ``shortcut(spec)`` returns the function that ``shortcut_of`` describes, or None.
+        pages: how eager calls on pages run.
+        program: its kernels for XLA.
+        forward_mode: how it computes tangents.
+        row_maximum: how it computes the largest logits.
+        writes_into: the functions that write into the caller's buffers: "forward", "backward", "jvp". If there are any,
+            all of them take a last argument ``into``: (out, lse), Gradients or (dout, dlse), with None for a result
+            without a buffer. The returned tensors are the results; the caller copies a result that is not the buffer
+            itself, as those of the functions that are not named never are. The buffers are contiguous.
+        modelled: returns whether a measured cost model of the backend is about the kernel that a call runs. For a
+            backend that chooses between kernels, of which one has the model.
+        variants: other kernels of the same package, each a backend of its own.
+    """
+
+    name: str
+    framework: str
+    requires: str
+    forward_claims: Support
+    backward_claims: Support | None
+    refuses: Callable[[AttentionSpec, str, Build | None], tuple[str, ...]]
+    probe: Callable[[], str]
+    lower: Callable[[AttentionSpec], dict[str, Any]]
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., Gradients] | None
+    build: Callable[[], Build | None] | None = None
+    warm_up: Callable[[AttentionSpec], None] | None = None
+    shortcut: Callable[[AttentionSpec], Shortcut | None] | None = None
+    pages: Pages | None = None
+    program: Program | None = None
+    forward_mode: ForwardModePass | None = None
+    row_maximum: RowMaximumPass | None = None
+    writes_into: tuple[str, ...] = ()
+    modelled: Callable[[AttentionSpec], bool] = _always
+    variants: tuple[Backend, ...] = ()
+
+    def shortcut_of(self, spec: AttentionSpec) -> Shortcut | None:
+        """Returns the fast path for eager calls on q, k, v, a mask and a bias, or None.
+
+        It is a function of (q, k, v), with a mask or a bias in the spec of (q, k, v, mask, bias), the absent one None.
+        It returns the (out, lse) of ``forward`` and under the framework's autograd records the same backward kernel
+        that ``backward`` calls, so that both give the same bits. Rows that see no key have gradients 0, the gradient of
+        lse is right if the spec returns lse, and a second derivative raises. Without ``spec.return_lse`` any lse will
+        do. The function may return None for values that its kernel computes wrongly, such as NaN in a hidden key; then
+        the call takes ``forward`` and ``backward``. It is never called under autocast, a mode or a transform. It pays
+        off if Python costs more than the kernel. Most backends have none.
+
+        The function may have an attribute ``heads_first``: the same function of ``[batch, heads, seq, dim]`` tensors,
+        with an output in that layout. Hosts with that layout then need no views, which cost as much as a small call's
+        kernel.
         """
+        # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
+        others = (
+            spec.packed
+            or spec.sinks
+            or spec.alibi_shape
+            or spec.key_ranges_shape
+            or has_functions(spec)
+            or spec.dropout
+            or spec.paged
+            or spec.partial
+        )
+        return None if self.shortcut is None or spec.empty or others else self.shortcut(spec)
 
-    def probe(self) -> str:
-        """Imports the kernel's symbols and returns the version. Errors of the import propagate."""
+    def paged_shortcut_of(self, spec: AttentionSpec) -> Shortcut:
+        """Returns the fast path for eager paged calls without ``cu_seqlens_q``.
 
-    def lower(self, spec: AttentionSpec) -> dict[str, Any]:
-        """Returns the kernel's arguments for a spec, without tensors. Pure."""
-
-    def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-        """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Never called if ``spec.empty``.
-
-        lse is -inf for rows that see no key, also with sinks. Any lse will do if the spec neither returns it nor needs
-        a backward nor is partial. A backend that claims ``paged`` also takes PagedInputs.
+        It is a function of (q, k_pages, v_pages, block_table, seq_lens, sinks), the sinks None if there are none, and
+        returns the (out, lse) of ``forward``. Without ``spec.return_lse`` lse may be anything, also None. It may return
+        None; then the call takes ``forward``. If the backend has ``pages`` alone, it also takes cu_seqlens_q, k_scales
+        and v_scales. A backend without ``pages`` has ``forward`` itself.
         """
+        if self.pages is not None:
+            return self.pages.shortcut(spec)
+        return lambda q, k, v, table, lengths, sinks: self.forward(
+            spec, PagedInputs(q, k, v, table, lengths, None, sinks)
+        )
 
-    def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        """Returns the gradients from the saved out and lse. dlse is None if nothing depends on the log-sum-exp."""
+    def forward_with_maximum(self, spec: AttentionSpec) -> WithMaximum | None:
+        """Returns a forward that also returns the row maxima, or None if another pass must compute them.
+
+        It is a function ``(spec, inputs) -> (out, lse, maxima)``: the out and lse of ``forward``, bit for bit, and the
+        largest logits of ``row_maximum``.
+        """
+        own = None if self.row_maximum is None else self.row_maximum.with_forward
+        return None if own is None or spec.empty or spec.paged else own(spec)
 
     def program_refuses(self, spec: AttentionSpec, device: str) -> tuple[str, ...] | None:
-        """Returns why XLA cannot launch the kernels of a call without Python; empty if it can.
+        """Returns why XLA cannot launch the kernels of a call without Python; empty if it can, None without kernels."""
+        return None if self.program is None else self.program.refuses(spec, device)
 
-        None, the default, for a backend without ``program``.
-        """
+    @property
+    def takes_pages_alone(self) -> bool:
+        """Whether it refuses every call that is not paged, see ``Pages``."""
+        return self.pages is not None and self.pages.alone
 
-    def modelled(self, spec: AttentionSpec) -> bool:
-        """Returns whether a measured cost model of the backend is about the kernel that a call runs; usually True.
-
-        For a backend that chooses between kernels, of which one has the model.
-        """
-
-    def jvp(
-        self, spec: AttentionSpec, inputs: Inputs, tangents: Any, into: Any = None, *, primals: bool = False
-    ) -> Any:
-        """Returns (out, lse, dout, dlse): the tangents of out and lse along those of the tensors. For FORWARD_MODE.
-
-        It takes Tangents of which at least one is not None. dout and dlse have the shapes and dtypes of out and lse,
-        and are 0 in rows that see no key. With ``primals`` it also returns the out and lse of ``forward``; without,
-        anything in their place. ``into`` is None, or with WRITES_INTO buffers for dout and dlse. It is never called if
-        ``spec.empty``, and never builds a graph.
-        """
-
-    def row_maximum(self, spec: AttentionSpec, inputs: Inputs) -> Any:
-        """Returns the largest logit of each row, in ``spec.lse_shape`` and ``lse_dtype``. For ROW_MAXIMUM.
-
-        A logit is what enters the softmax: a visible pair's score after scale, softcap, score function, bias and ALiBi.
-        A row that sees no key has -inf. The spec has no sinks, dropout, pages or gradients, and v is k. The function is
-        never called if ``spec.empty``, and never builds a graph. A backend may also define
-        ``row_maximum_program(spec)``, the same as a KernelProgram, which XLA launches without Python.
-        """
-
-
-OPTIONAL: dict[str, Any] = {
-    **{"WRITES_INTO": False, "WRITES_GRADIENTS": True, "PAGES_ALONE": False},
-    **dict.fromkeys(("FORWARD_MODE", "ROW_MAXIMUM", "OPERATOR_FUNCTIONS", "build", "warm_up", "paged_shortcut")),
-    **{"shortcut": lambda spec: None, "forward_with_maximum": lambda spec: None},
-    **{"program_refuses": lambda spec, device: None, "program_operands": lambda spec, arrays: {}},
-    **{"program": None, "row_maximum_program": None, "modelled": lambda spec: True},
-}
-"""The defaults of members that a backend need not define."""
-
-
-def completed(module: Any) -> Backend:
-    """Gives a backend's module the optional members that it does not define, and returns it."""
-    for name, default in OPTIONAL.items():
-        if not hasattr(module, name):
-            setattr(module, name, default)
-    return module  # type: ignore[no-any-return]
-
-
-def shortcut(backend: Any, spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
-    """Returns a backend's fast path for eager calls on q, k, v, a mask and a bias, or None.
-
-    A backend may define ``shortcut(spec)``: None, or a function of (q, k, v), with a mask or a bias in the spec of
-    (q, k, v, mask, bias), the absent one None. It returns the (out, lse) of ``forward`` and under the framework's
-    autograd records the same backward kernel that ``backward`` calls, so that both give the same bits. Rows that see no
-    key have gradients 0, the gradient of lse is right if the spec returns lse, and a second derivative raises. Without
-    ``spec.return_lse`` any lse will do. The function may return None for values that its kernel computes wrongly, such
-    as NaN in a hidden key; then the call takes ``forward`` and ``backward``. It is never called under autocast, a mode
-    or a transform. It pays off if Python costs more than the kernel. Most backends define none.
-
-    The function may have an attribute ``heads_first``: the same function of ``[batch, heads, seq, dim]`` tensors, with
-    an output in that layout. Hosts with that layout then need no views, which cost as much as a small call's kernel.
-    """
-    # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
-    others = (
-        spec.packed
-        or spec.sinks
-        or spec.alibi_shape
-        or spec.key_ranges_shape
-        or has_functions(spec)
-        or spec.dropout
-        or spec.paged
-        or spec.partial
-    )
-    return None if spec.empty or others else backend.shortcut(spec)
-
-
-def paged_shortcut(backend: Any, spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
-    """Returns a backend's fast path for eager paged calls without ``cu_seqlens_q``.
-
-    It is a function of (q, k_pages, v_pages, block_table, seq_lens, sinks), the sinks None if there are none, and
-    returns the (out, lse) of ``forward``. Without ``spec.return_lse`` lse may be anything, also None. It may return
-    None; then the call takes ``forward``. With PAGES_ALONE it also takes cu_seqlens_q, k_scales and v_scales. A backend
-    may define ``paged_shortcut(spec)``, which returns such a function for one plan: for one device, and one dtype of
-    the sinks. Otherwise it is ``forward`` itself.
-    """
-    if backend.paged_shortcut is not None:
-        return backend.paged_shortcut(spec)  # type: ignore[no-any-return]
-    return lambda q, k, v, table, lengths, sinks: backend.forward(  # type: ignore[no-any-return]
-        spec, PagedInputs(q, k, v, table, lengths, None, sinks)
-    )
-
-
-def forward_with_maximum(backend: Any, spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
-    """Returns a backend's forward that also returns the row maxima, or None if another pass must compute them.
-
-    A backend may define ``forward_with_maximum(spec)``: None, or a function ``(spec, inputs) -> (out, lse, maxima)``:
-    the out and lse of ``forward``, bit for bit, and the result of ``row_maximum``. It pays off if the forward has the
-    maxima at hand.
-    """
-    return None if spec.empty or spec.paged else backend.forward_with_maximum(spec)
+    @property
+    def runs_operators(self) -> bool:
+        """Whether its programs are operators of torch."""
+        return self.program is not None and self.program.operator_functions is not None

@@ -22,6 +22,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.shared.aten_masks import explicit
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
@@ -29,9 +30,6 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-
-FRAMEWORK = "jax"
-REQUIRES = "jax[cuda13]>=0.10 or jax[cuda12]>=0.10"
 
 FORWARD = Support(
     kernel="cuDNN through jax.nn",
@@ -231,3 +229,18 @@ def _additive(spec: AttentionSpec, mask: Any, bias: Any, dtype: Any) -> tuple[An
     # A NaN counts as a key, so that it reaches the output.
     has_key = ((added != hidden) & in_band).any(-1, keepdims=True)
     return jnp.where(has_key, added, jnp.zeros_like(added)), has_key
+
+
+BACKEND = Backend(
+    name="jax_cudnn",
+    framework="jax",
+    requires="jax[cuda13]>=0.10 or jax[cuda12]>=0.10",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=build,
+)

@@ -19,20 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.shared.readable import readable
-from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
-
-FRAMEWORK = "torch"
-REQUIRES = "sageattention>=1.0.6"
+from attn_core.call.tensors import Gradients, Inputs
 
 FORWARD = Support(
     kernel="SageAttention",
@@ -47,7 +44,6 @@ FORWARD = Support(
     lse=True,
     approximate=True,
 )
-BACKWARD = None
 
 
 class Function(NamedTuple):
@@ -172,25 +168,30 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     return out, lse + spec.scale * mean_share
 
 
-def _completed(word: str) -> Callable[..., tuple[Any, Any]]:
-    """Returns the forward of a function of the package."""
-    return partial(rewrites.forward, rewrites.Kernel(partial(_forward, word), no_backward, _width))
+def _no_gradient(*_: Any) -> Gradients:
+    raise NotImplementedError("backward: this kernel has no gradient")
 
 
-forward, backward = _completed("auto"), no_backward
-VARIANTS = {f"sage_{word}": word for word in ("fp16_cuda", "fp16_triton", "fp8_cuda", "fp8_cuda_sm90")}
-
-
-def variant(word: str) -> Any:
-    """Returns one kernel of 2.x as a backend: fp16_cuda, fp16_triton, fp8_cuda or fp8_cuda_sm90."""
-    return SimpleNamespace(
-        FRAMEWORK=FRAMEWORK,
-        REQUIRES="sageattention>=2",
-        FORWARD=FUNCTIONS[word].support,
-        BACKWARD=None,
+def _backend(name: str, word: str, requires: str, build: Callable[[], Build] | None, *variants: Backend) -> Backend:
+    """Returns a function of the package as a backend."""
+    return Backend(
+        name=name,
+        framework="torch",
+        requires=requires,
+        forward_claims=FUNCTIONS[word].support,
+        backward_claims=None,
         refuses=partial(refuses, word=word),
         probe=partial(probe, word=word),
         lower=partial(lower, word=word),
-        forward=_completed(word),
-        backward=no_backward,
+        forward=partial(rewrites.forward, rewrites.Kernel(partial(_forward, word), _no_gradient, _width)),
+        backward=None,
+        build=build,
+        variants=variants,
     )
+
+
+_VARIANTS = [
+    _backend(f"sage_{word}", word, "sageattention>=2", None)
+    for word in ("fp16_cuda", "fp16_triton", "fp8_cuda", "fp8_cuda_sm90")
+]
+BACKEND = _backend("sage", "auto", "sageattention>=1.0.6", build, *_VARIANTS)

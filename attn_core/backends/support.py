@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import ANY, in_words, kind_of
-from attn_core.call.tensors import Gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +116,3 @@ def limit_to_build(support: Support | None, build: Build | None) -> Support | No
     if not lost and limit == support.max_head_dim:
         return support
     return replace(support, kernel=f"{support.kernel} ({build.name})", max_head_dim=limit, **lost)
-
-
-def no_backward(*_: Any) -> Gradients:
-    """Raises: the ``backward`` of a backend without a gradient, whose BACKWARD is None."""
-    raise NotImplementedError("backward: this kernel has no gradient")

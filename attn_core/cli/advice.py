@@ -4,7 +4,7 @@ Everything here but ``find_machine`` is a pure function of a ``Machine``, so eve
 
 ``advice.json`` says how packages are installed and why, which of them do not work together, and by which calls a
 package is judged. Which devices a package helps on is not repeated there: the claims of its backends say so. A backend
-names its packages and their versions in ``REQUIRES``. Kernels that run and compute something wrong are rows of
+names its packages and their versions in ``requires``. Kernels that run and compute something wrong are rows of
 ``attn_core/backends/known_bad.json``.
 """
 
@@ -212,20 +212,20 @@ def package_for(name: str, device: str) -> Entry | None:
 
 
 def requirements(backend: str, kind: str) -> dict[str, str]:
-    """Returns the packages in a backend's ``REQUIRES``: name -> versions such as ``">=2.6.2,<3"``, or ``""``."""
+    """Returns the packages in a backend's ``requires``: name -> versions such as ``">=2.6.2,<3"``, or ``""``."""
     pattern = r"([a-z][\w-]*)(?:\[\w+\])?((?:[<>=]=?[\w.]+,?)*)(?![\w-])"
-    pairs = re.findall(pattern, backends.load(backend, kind).REQUIRES)
+    pairs = re.findall(pattern, backends.load(backend, kind).requires)
     return {name: versions.rstrip(",") for name, versions in pairs if name in KNOWN_PACKAGES}
 
 
 def runs_on(backend: str, device: str) -> bool:
     """Returns whether a backend has kernels for a device: it claims the device, and does not refuse it."""
-    module = backends.load(backend, backends.kind_of(device))
-    target = Target(module.FRAMEWORK, device)
+    record = backends.load(backend, backends.kind_of(device))
+    target = Target(record.framework, device)
     reasons = (refusals(backend, spec, target) for spec in calls_on(device).values())
     # torch's own kernels claim every NVIDIA GPU and refuse the oldest, whatever the call.
     refused = (any(reason.startswith(f"device {device}:") for reason in of_call) for of_call in reasons)
-    return module.FORWARD.runs_on(device) and not all(refused)
+    return record.forward_claims.runs_on(device) and not all(refused)
 
 
 @cached_once

@@ -189,21 +189,21 @@ def examine(progress: Console) -> Findings:
 
 def _files() -> list[tuple[str, str, str]]:
     """Returns (label, name, kind of device) for every module of every backend."""
-    files = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
+    files = [(name, kind or "cpu") for name in backends.names() for kind in backends.records(name)]
     return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in files]
 
 
 def _state(name: str, kind: str, devices: list[str]) -> State:
     here = any(runs_on(name, device) for device in _present(name, kind, devices))
-    unproven = backends.load(name, kind).FORWARD.unproven
+    unproven = backends.load(name, kind).forward_claims.unproven
     return State(name, kind, unproven, *backends.availability(name, kind), here=here)
 
 
 def _present(name: str, kind: str, devices: list[str]) -> list[str]:
-    """Returns the devices that a module of a backend is for and claims."""
-    module = backends.load(name, kind)
-    ours = [device for device in devices if backends.load(name, backends.kind_of(device)) is module]
-    return [device for device in ours if module.FORWARD.runs_on(device)]
+    """Returns the devices that a record of a backend is for and claims."""
+    record = backends.load(name, kind)
+    ours = [device for device in devices if backends.load(name, backends.kind_of(device)) is record]
+    return [device for device in ours if record.forward_claims.runs_on(device)]
 
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
@@ -211,7 +211,7 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     rows: list[Row] = []
     for framework, named in devices.items():
         present = _present(name, kind, named)
-        if not present or (backends.load(name, kind).FRAMEWORK == "jax" and framework == "torch"):
+        if not present or (backends.load(name, kind).framework == "jax" and framework == "torch"):
             continue
         subject = Subject(name, framework, present[-1])
         form = accepted(subject, CALLS[CHECKED])
@@ -385,7 +385,7 @@ def _reasons(findings: Findings) -> Iterator[str]:
         refused = [f"{SPOKEN[row.framework]}: {'; '.join(row.reasons)}" for row in rows]
         device = "" if state.here else "no kernel for a device of this machine; "
         reason = state.reason or ("; ".join(refused) if state.here else "installed")
-        never_run = backends.load(state.name, state.kind).FORWARD.never_run
+        never_run = backends.load(state.name, state.kind).forward_claims.never_run
         if state.reason or refused or not state.here:
             yield from _paragraph(f"{label}: {device}{reason}{f'; {never_run}' if never_run else ''}")
 

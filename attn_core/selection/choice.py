@@ -37,7 +37,7 @@ def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reas
     if target.framework != "jax":
         return None
     backend = backends.load(name, target.kind)
-    if backend.FRAMEWORK != "torch":
+    if backend.framework != "torch":
         return None
     why = backend.program_refuses(spec, target.device)
     if why == () and not program_faults:
@@ -353,7 +353,7 @@ def _one_change(selection: Selection, name: str) -> bool:
     backend = backends.load(name, target.kind)
     if target.out_of_reach(name) is not None:
         return False
-    if not target.claims(name)[0].runs_on(target.device) or (backend.PAGES_ALONE and not spec.paged):
+    if not target.claims(name)[0].runs_on(target.device) or (backend.takes_pages_alone and not spec.paged):
         return False
     # A reason starts with the argument: two reasons against one argument still ask for one change. The device is none.
     changes = {reason.partition(":")[0] for reason in selection.reasons(name)}

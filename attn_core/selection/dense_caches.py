@@ -46,7 +46,8 @@ def form_of(
     framework, device = where
     if not takes_pages(sizes, options):
         return "ranges"
-    if names is not None and not any([backends.load(name, backends.kind_of(device)).FORWARD.paged for name in names]):
+    kind = backends.kind_of(device)
+    if names is not None and not any([backends.load(name, kind).forward_claims.paged for name in names]):
         return "ranges"
     if arrays is None:
         return "pages"

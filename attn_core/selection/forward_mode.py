@@ -98,12 +98,11 @@ def reasons(
 ) -> Reasons:
     """Returns every reason why a backend cannot compute the tangents of a call on a target; see ``choose``."""
     backend = backends.load(name, target.kind)
-    claims = backend.FORWARD_MODE
-    if claims is None:
-        return (f"{backend.FORWARD.kernel} has no forward mode",)
-    if over_reverse and backend.FRAMEWORK != "jax":  # JAX differentiates the gradients of a backend of JAX
-        return (f"{backend.FORWARD.kernel} has no tangents of its gradients",)
-    forward = refusals(name, spec, target)
+    if backend.forward_mode is None:
+        return (f"{backend.forward_claims.kernel} has no forward mode",)
+    if over_reverse and backend.framework != "jax":  # JAX differentiates the gradients of a backend of JAX
+        return (f"{backend.forward_claims.kernel} has no tangents of its gradients",)
+    forward, claims = refusals(name, spec, target), backend.forward_mode.claims
     if arrays and not claims.aux_gradients:
         forward = (*forward, f"tangent of {listed(arrays)}: {claims.kernel} has none")
     return (*forward, *(why for why in unmet_claims(claims, spec, target.device) if why not in forward))

@@ -310,7 +310,7 @@ def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionS
     # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
     if name != "jax_cudnn" and backend.program_refuses(spec, device) != ():
         return max(caution * slowest, device_time)
-    if backend.OPERATOR_FUNCTIONS is not None:
+    if backend.runs_operators:
         on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
         return max(caution * on_host, device_time)
     if spec.needs_backward and host_in_torch:

@@ -62,7 +62,7 @@ def with_max_logit(selection: Selection) -> Selection:
     spec, target, name = selection.spec, selection.target, selection.backend
     by_a_pass = str(choose(spec, target))
     own = name is not None and selection.parts is None and not spec.empty
-    if not own or backends.forward_with_maximum(backends.load(name or "", target.kind), spec) is None:
+    if not own or backends.load(name or "", target.kind).forward_with_maximum(spec) is None:
         return replace(selection, max_logit=by_a_pass)
     # The op that torch's compiler traces has no place for a third result.
     traced = f"; under torch.compile and torch.func {by_a_pass}" if target.framework == "torch" else ""
@@ -84,9 +84,9 @@ def noted(choice: RowMaximum) -> str:
 def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns every reason why a backend cannot compute the largest logits of a call on a target."""
     backend = backend_on(target, name)
-    claims = backend.module.ROW_MAXIMUM
-    if claims is None:
-        return (f"{backend.module.FORWARD.kernel} has no largest logits",)
+    own = backend.record.row_maximum
+    if own is None:
+        return (f"{backend.record.forward_claims.kernel} has no largest logits",)
     unreached = () if backend.unreached is None else (backend.unreached,)
     rules = () if spec.symbolic else broken_rules(name, backend, spec, target)
-    return (*backend.missing, *unreached, *unmet_claims(claims, spec, target.device), *rules)
+    return (*backend.missing, *unreached, *unmet_claims(own.claims, spec, target.device), *rules)

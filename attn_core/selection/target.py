@@ -83,7 +83,7 @@ def _check_place(framework: Any, device: Any) -> None:
 class BackendOnTarget(NamedTuple):
     """What is known of a backend on a target before there is a call."""
 
-    module: backends.Backend  # for this kind of device
+    record: backends.Backend  # for this kind of device
     forward: Support  # its claims, narrowed to the installed build
     backward: Support | None  # the same of its gradient; None if it has none
     build: Build | None  # the installed build, if it differs from the backend's claims
@@ -95,17 +95,17 @@ class BackendOnTarget(NamedTuple):
 @lru_cache(maxsize=1024)  # every new shape asks about the same few backends
 def backend_on(target: Target, name: str) -> BackendOnTarget:
     """Returns what is known of a backend on a target before there is a call."""
-    module, build = backends.load(name, target.kind), target.build(name)
+    record, build = backends.load(name, target.kind), target.build(name)
     # A build for inference lacks the kernel of the gradient, whatever the backend claims.
-    backward = None if build is not None and "backward" in build.without else module.BACKWARD
+    backward = None if build is not None and "backward" in build.without else record.backward_claims
     return BackendOnTarget(
-        module,
-        limit_to_build(module.FORWARD, build) or module.FORWARD,
+        record,
+        limit_to_build(record.forward_claims, build) or record.forward_claims,
         limit_to_build(backward, build),
         build,
         () if build is None else build.version,
         tuple(why for unavailable, why in target.unavailable if unavailable == name),
-        out_of_reach(target.framework, target.device, module.FRAMEWORK),
+        out_of_reach(target.framework, target.device, record.framework),
     )
 
 
@@ -149,14 +149,14 @@ def unclaimed(backend: BackendOnTarget, spec: AttentionSpec, target: Target) -> 
     # The bridge matters only for kernels that claim the device; the claims refuse it for the others.
     if backend.unreached and (target.framework == "torch" or backend.forward.runs_on(target.device)):
         yield backend.unreached
-    if spec.dropout and target.framework == "jax" and backend.module.FRAMEWORK == "torch":
+    if spec.dropout and target.framework == "jax" and backend.record.framework == "torch":
         yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
     yield from unmet_claims(backend.forward, spec, target.device)
 
 
 def broken_rules(name: str, backend: BackendOnTarget, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns the reasons that depend on all sizes of a call: the backend's own rules, and its known faults."""
-    reasons = backend.module.refuses(spec, target.device, backend.build)
+    reasons = backend.record.refuses(spec, target.device, backend.build)
     if not known_bad.rows_of(name, target.device, backend.version):
         return reasons
     return (*reasons, *known_bad.refusals(name, spec, target.device, backend.version))
@@ -182,10 +182,10 @@ def local_target(framework: str, device: str) -> Target:
     for name in backends.names():
         backend = backends.load(name, kind)
         # Not probed: selection refuses it anyway, and on a TPU the probe would import torch for nothing.
-        if not backend.FORWARD.runs_on(device) or out_of_reach(framework, device, backend.FRAMEWORK):
+        if not backend.forward_claims.runs_on(device) or out_of_reach(framework, device, backend.framework):
             continue
         reason = backends.availability(name, kind)[1]
-        if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":
+        if reason is None and backend.framework == "torch" and framework == "jax":
             reason = bridge_reason()
         if reason is None:
             try:
@@ -194,7 +194,7 @@ def local_target(framework: str, device: str) -> Target:
             except Exception as error:  # a broken package may raise anything while it is inspected
                 if type(error).__name__ == "OutOfMemoryError":  # is temporary, but a reason would be cached for good
                     raise
-                reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+                reason = f"not available: {type(error).__name__}: {error} (needs {backend.requires})"
         if reason is not None:
             missing.append((name, reason))
     return Target(framework, device, tuple(missing), tuple(builds))
@@ -229,19 +229,19 @@ def availability(framework: str, device: str) -> dict[str, Availability]:
 def _availability(name: str, framework: str, device: str) -> Availability:
     kind = backends.kind_of(device)
     backend = backends.load(name, kind)
-    unreached = out_of_reach(framework, device, backend.FRAMEWORK)
+    unreached = out_of_reach(framework, device, backend.framework)
     if unreached is not None and framework == "jax":  # before a probe, which imports torch
         return Availability(None, unreached)
     version, reason = backends.availability(name, kind)
     if reason is not None:
         return Availability(None, reason)
-    if not backend.FORWARD.runs_on(device):
+    if not backend.forward_claims.runs_on(device):
         return Availability(
-            None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}"
+            None, f"{backend.forward_claims.kernel} runs on {' or '.join(backend.forward_claims.devices)}, not {device}"
         )
     if unreached is not None:
         return Availability(None, unreached)
-    if backend.FRAMEWORK == "torch" and framework == "jax" and bridge_reason():
+    if backend.framework == "torch" and framework == "jax" and bridge_reason():
         return Availability(None, bridge_reason())
     return Availability(version, None)
 

@@ -173,7 +173,8 @@ def candidates(target: Target) -> tuple[str, ...]:
     return tuple(
         name
         for name in backends.usual_order(target.framework, target.kind)
-        if name not in dict(target.unavailable) and backends.load(name, target.kind).FORWARD.runs_on(target.device)
+        if name not in dict(target.unavailable)
+        and backends.load(name, target.kind).forward_claims.runs_on(target.device)
     )
 
 

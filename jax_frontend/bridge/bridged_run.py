@@ -82,13 +82,13 @@ def _with_head_start(run_call: Run) -> Run:
     return run
 
 
-def _forward(call: BridgedCall, module: Any) -> Run:
+def _forward(call: BridgedCall, record: Any) -> Run:
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
-    kernel, with_lse, writes, checked = module.forward, call.with_lse, module.WRITES_INTO, call.checked
+    kernel, with_lse, writes, checked = record.forward, call.with_lse, bool(record.writes_into), call.checked
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
-    with_maximum = backends.forward_with_maximum(module, spec) if call.with_maximum else None
+    with_maximum = record.forward_with_maximum(spec) if call.with_maximum else None
 
     def forward(values: tuple[Any, ...]) -> None:
         out_buffer, lse_buffer = values[count], values[count + 1] if with_lse else None
@@ -142,9 +142,9 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
     check_read(spec, spec.max_len_q, values)
 
 
-def _backward(call: BridgedCall, module: Any) -> Run:
+def _backward(call: BridgedCall, record: Any) -> Run:
     count, results = len(call.operands), len(call.names)
-    gather, writes, as_one = inputs_builder(call.operands), module.WRITES_INTO, call.operands[0] == "qkv"
+    gather, writes, as_one = inputs_builder(call.operands), bool(record.writes_into), call.operands[0] == "qkv"
     names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
@@ -156,7 +156,7 @@ def _backward(call: BridgedCall, module: Any) -> Run:
         arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
         if call.checked:
             _fill(*buffers)
-        gradients = module.backward(*arguments, buffers) if writes else module.backward(*arguments)
+        gradients = record.backward(*arguments, buffers) if writes else record.backward(*arguments)
         for name, buffer, gradient in zip(Gradients._fields, buffers, gradients, strict=True):
             if buffer is not None:
                 _copy(name, gradient, buffer)
@@ -164,9 +164,9 @@ def _backward(call: BridgedCall, module: Any) -> Run:
     return backward
 
 
-def _jvp(call: BridgedCall, module: Any) -> Run:
+def _jvp(call: BridgedCall, record: Any) -> Run:
     count, results = len(call.operands), len(call.names)
-    jvp, gather, writes = module.jvp, inputs_builder(call.operands), module.WRITES_INTO
+    jvp, gather, writes = record.forward_mode.jvp, inputs_builder(call.operands), bool(record.writes_into)
 
     def run(values: tuple[Any, ...]) -> None:
         tangents = Tangents(**dict(zip(call.extras, values[count:results], strict=True)))
@@ -180,8 +180,8 @@ def _jvp(call: BridgedCall, module: Any) -> Run:
     return run
 
 
-def _row_maximum(call: BridgedCall, module: Any) -> Run:
-    function, count, gather = module.row_maximum, len(call.operands), inputs_builder(call.operands)
+def _row_maximum(call: BridgedCall, record: Any) -> Run:
+    function, count, gather = record.row_maximum.function, len(call.operands), inputs_builder(call.operands)
 
     def run(values: tuple[Any, ...]) -> None:
         _copy("row_maximum", function(call.spec, gather(values)), values[count])

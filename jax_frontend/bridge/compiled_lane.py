@@ -1,11 +1,10 @@
 """The compiled lane: XLA launches a backend's kernels itself, without Python, and may put them in a CUDA graph.
 
-A backend takes part by two functions: ``program_refuses(spec, device)`` returns the reasons that follow from data, and
-``program(spec, direction, with_dlse)`` returns the kernels of a call as functions of buffers. With a third one,
-``program_operands(spec, arrays)``, XLA converts operands first. Each kernel becomes one custom call, whose name is
-derived from everything that the kernel was compiled from; XLA allocates all scratch. The callback lane (``targets``)
-runs every other call, and ``Lane.why`` has the reasons. An upstream interface that changed is such a reason, never an
-error.
+A backend takes part by its ``program``: ``refuses(spec, device)`` returns the reasons that follow from data, and
+``make(spec, direction, with_dlse)`` returns the kernels of a call as functions of buffers. With ``operands(spec,
+arrays)`` XLA converts operands first. Each kernel becomes one custom call, whose name is derived from everything that
+the kernel was compiled from; XLA allocates all scratch. The callback lane (``targets``) runs every other call, and
+``Lane.why`` has the reasons. An upstream interface that changed is such a reason, never an error.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core import backends
+from attn_core.backends.contract import Program
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
@@ -62,12 +62,11 @@ class Lane(NamedTuple):
 def lane_of(call: BridgedCall) -> Lane:
     """Returns the lane of a call on this machine, after compiling every kernel that it needs; cached by call."""
     kind = backends.kind_of(call.device)
-    backend: Any = backends.load(call.backend, kind)
-    why = static_reasons(call, backend)
+    why = static_reasons(call)
     if why:
         return _callback_lane(call, why)
     try:
-        program = _program(call, backend)
+        program = _program(call)
         for step in program.steps:
             _register(step, "cpu" if kind == "cpu" else "gpu")
     except Exception as error:  # an interface that changed upstream can raise anything, and a callback still works
@@ -77,13 +76,23 @@ def lane_of(call: BridgedCall) -> Lane:
     return Lane(program)
 
 
-def _program(call: BridgedCall, backend: Any) -> Any:
+def _of_backend(call: BridgedCall) -> Program | None:
+    """Returns the kernels that the backend has for XLA and for the call's direction, or None."""
+    backend = backends.load(call.backend, backends.kind_of(call.device))
     if call.direction == "row_maximum":
-        return backend.row_maximum_program(call.spec)
+        return None if backend.row_maximum is None else backend.row_maximum.program
+    return backend.program
+
+
+def _program(call: BridgedCall) -> Any:
+    kernels = _of_backend(call)
+    assert kernels is not None, "a call without static reasons has a program"
+    if call.direction == "row_maximum":
+        return kernels.make(call.spec)
     as_one = {"as_one": True} if call.operands[0] == "qkv" else {}
     # A forward before a backward has the log-sum-exp as a result, whether or not the caller wants it.
     spec = replace(call.spec, return_lse=call.with_lse) if call.direction == "forward" else call.spec
-    return backend.program(spec, call.direction, "dlse" in call.extras, **as_one)
+    return kernels.make(spec, call.direction, "dlse" in call.extras, **as_one)
 
 
 def _callback_lane(call: BridgedCall, why: tuple[str, ...]) -> Lane:
@@ -121,24 +130,23 @@ def with_step_reasons(explanation: Explanation) -> Explanation:
 
 def _program_fault(name: str, spec: AttentionSpec, kind: str) -> str | None:
     """Returns why a backend fails to build the programs of a spec; None if it can."""
-    backend: Any = backends.load(name, kind)
+    program = backends.load(name, kind).program
+    assert program is not None, "the compiled lane has a program"
     try:
         for direction in ("forward", *["backward"] * spec.needs_backward):
-            backend.program(spec, direction)
+            program.make(spec, direction)
     except Exception as error:
         # As in lane_of: the callback lane runs the call then.
         return f"{name}: {type(error).__name__}: {error}"
     return None
 
 
-def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
+def static_reasons(call: BridgedCall) -> tuple[str, ...]:
     """Returns the reasons for the callback lane that follow from data alone."""
-    why = backend.program_refuses(call.spec, call.device)
-    if call.direction == "row_maximum":
-        why = None if backend.row_maximum_program is None else ()
-    if why is None:
+    program = _of_backend(call)
+    if program is None:
         return (f"{call.backend} hands out no compiled kernels",)
-    return why
+    return program.refuses(call.spec, call.device)
 
 
 def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -147,7 +155,8 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     if "dlse" in by_name:
         # A row that sees no key has softmax weight 0, so its dlse must not count; the kernels do not check for it.
         by_name["dlse"] = jnp.where(by_name["lse"] == -jnp.inf, 0.0, by_name["dlse"])
-    by_name |= backends.load(call.backend, backends.kind_of(call.device)).program_operands(call.spec, by_name)
+    kernels = _of_backend(call)
+    by_name |= {} if kernels is None else kernels.operands(call.spec, by_name)
     like = results[0]
     # Buffer index -> array. Operands come first; each step adds the buffers that it writes.
     arrays = {

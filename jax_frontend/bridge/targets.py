@@ -99,15 +99,15 @@ def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *oper
 def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
     """Does on a GPU what a torch backend's call does only on its first run: loads libraries and compiles kernels."""
     kind = backends.kind_of(device)
-    module = backends.load(name, kind)
-    if kind != "cuda" or module.FRAMEWORK != "torch" or spec.empty:
+    record = backends.load(name, kind)
+    if kind != "cuda" or record.framework != "torch" or spec.empty:
         return
     if all(compiled_lane.lane_of(call).program for call in calls_of(name, spec, device)):
         return
     import torch
 
     with torch.cuda.device(index), torch.no_grad():
-        dry_run.warm_up(module, spec)
+        dry_run.warm_up(record, spec)
 
 
 def token_of(call: BridgedCall | BridgedStep) -> str:

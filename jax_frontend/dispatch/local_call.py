@@ -59,20 +59,20 @@ def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple
 
 def speaks_jax(call: BridgedCall | Plan) -> bool:
     """Returns whether the backend's forward and backward are JAX functions, which JAX can trace and differentiate."""
-    module = backends.load(call.backend, backends.kind_of(call.device))
-    return module.FRAMEWORK == "jax"
+    record = backends.load(call.backend, backends.kind_of(call.device))
+    return record.framework == "jax"
 
 
 def has_lse(plan: Plan) -> bool:
     """Returns whether the backend's forward returns the log-sum-exp."""
-    module = backends.load(plan.backend, backends.kind_of(plan.device))
-    return module.FORWARD.lse
+    record = backends.load(plan.backend, backends.kind_of(plan.device))
+    return record.forward_claims.lse
 
 
 def has_maximum(plan: Plan) -> bool:
     """Returns whether the backend's forward also has the row maxima."""
-    module = backends.load(plan.backend, backends.kind_of(plan.device))
-    return backends.forward_with_maximum(module, plan.spec) is not None
+    record = backends.load(plan.backend, backends.kind_of(plan.device))
+    return record.forward_with_maximum(plan.spec) is not None
 
 
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
@@ -92,19 +92,19 @@ def run(call: BridgedCall, *operands: Any) -> list[Any]:
 def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
-    module = backends.load(call.backend, backends.kind_of(call.device))
+    record: Any = backends.load(call.backend, backends.kind_of(call.device))
     named = dict(zip(call.names, operands, strict=True))
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
     moved = {name[1:]: named.pop(name) for name in call.extras} if call.direction == "jvp" else {}
     inputs = to_inputs(named)
     if call.direction == "forward":
-        results = _forward(call, module, inputs)
+        results = _forward(call, record, inputs)
     elif call.direction == "jvp":
         results = _tangents(call, inputs, moved)
     elif call.direction == "row_maximum":
-        results = [module.row_maximum(call.spec, inputs)]
+        results = [record.row_maximum.function(call.spec, inputs)]
     else:
-        gradients: Gradients = module.backward(call.spec, inputs, *saved)
+        gradients: Gradients = record.backward(call.spec, inputs, *saved)
         by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
         results = [by_name[name] for name in call.results]
     for name, result, expected in zip(call.results, results, result_types(call, *operands), strict=True):
@@ -113,25 +113,25 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     return results
 
 
-def _forward(call: BridgedCall, module: Any, inputs: Inputs) -> list[Any]:
+def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[Any]:
     if not call.with_maximum:
-        return list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
-    with_maximum = backends.forward_with_maximum(module, call.spec)
+        return list(record.forward(call.spec, inputs)[: 1 + call.with_lse])
+    with_maximum = record.forward_with_maximum(call.spec)
     if with_maximum is not None:
         *results, top = with_maximum(call.spec, inputs)
     else:  # planned for another backend, on another platform
-        results = module.forward(call.spec, inputs)
+        results = record.forward(call.spec, inputs)
         alone = inputs._replace(v=inputs.k, sinks=None, rng=None)
-        top = module.row_maximum(row_maximum.spec_of(call.spec), alone)
+        top = record.row_maximum.function(row_maximum.spec_of(call.spec), alone)
     return [*results[: 1 + call.with_lse], top]
 
 
 def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[Any]:
     """Returns the tangents of a JAX backend's results, by JAX's derivative of its operations."""
-    module = backends.load(call.backend, backends.kind_of(call.device))
+    record = backends.load(call.backend, backends.kind_of(call.device))
 
     def forward(moving: dict[str, Any]) -> list[Any]:
-        return list(module.forward(call.spec, inputs._replace(**moving))[: 1 + call.with_lse])
+        return list(record.forward(call.spec, inputs._replace(**moving))[: 1 + call.with_lse])
 
     primals = {name: getattr(inputs, name) for name in moved}
     return jax.jvp(forward, (primals,), (moved,))[1]  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ from torch_frontend.dispatch import plan
 from torch_frontend.flash_attn import hopper
 
 math: Any = backends.load("math")
-fp8: Any = flash3.variant("fp8")
+fp8: Any = backends.load("flash3_fp8")
 
 SPEC = AttentionSpec(
     batch=2, q_len=131, kv_len=257, num_heads=8, num_kv_heads=2, head_dim=128, value_dim=128, dtype="bfloat16"
@@ -167,10 +167,7 @@ def test_fp8_runs_only_by_name_and_has_no_gradient() -> None:
             fp8.build()  # the build is then unavailable, and this is the reason
     assert reasons(replace(SPEC, dtype="float16"), replace(FULL, without=("float16",)), "flash3_fp8") == ()
     assert explain(SPEC, Target("torch", "sm90")).backend != "flash3_fp8"
-    with pytest.raises(ValueError, match="int4"):
-        flash3.variant("int4")
-    with pytest.raises(NotImplementedError):
-        fp8.backward(SPEC, None, None, None, None, None)
+    assert fp8.backward is None
 
 
 # Arguments by name

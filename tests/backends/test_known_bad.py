@@ -234,7 +234,7 @@ def negative_scores(spec: AttentionSpec) -> list[Any]:
 def gradients(fault: Fault, spec: AttentionSpec, *tensors: Any) -> Any:
     """The gradients of the backend's own backward, for a dout of ones."""
     inputs = Inputs(*tensors)
-    if fault.module.FRAMEWORK == "torch":
+    if fault.module.framework == "torch":
         out, lse = fault.module.forward(spec, inputs)
         return fault.module.backward(spec, inputs, out, lse, torch.ones_like(out), None)
     jax = pytest.importorskip("jax")
@@ -317,15 +317,16 @@ OVERFLOW = """
 import torch
 from dataclasses import replace
 from attn_core import AttentionSpec, backends
+from attn_core.backends.xformers import backend as xformers
 from attn_core.call.tensors import Inputs
-module = backends.load({backend!r}, "cuda")
+kernel = backends.load({backend!r}, "cuda")
 if {operator!r}:
-    module._choose_operator = lambda spec: {operator!r}
+    xformers._choose_operator = lambda spec: {operator!r}
 spec = AttentionSpec(batch=8300, q_len=1, kv_len=1, num_heads=16, num_kv_heads=16, head_dim=128, value_dim=128,
                      dtype="bfloat16", needs_backward=True)
 q = torch.randn(8300, 1, 16, 128, device="cuda", dtype=torch.bfloat16)
-out, lse = module.forward(spec, Inputs(q, q, q))
-dv = module.backward(spec, Inputs(q, q, q), out, lse, torch.ones_like(out), None).dv
+out, lse = kernel.forward(spec, Inputs(q, q, q))
+dv = kernel.backward(spec, Inputs(q, q, q), out, lse, torch.ones_like(out), None).dv
 torch.cuda.synchronize()
 assert (dv == 1).all()  # one key has all the weight
 print("right")

@@ -465,7 +465,7 @@ def test_the_claims_of_both_backends():
         flexed, _ = make(case, return_lse=True)
         reasons = unmet_claims(flex.FORWARD, flexed, "cpu")
         assert reasons == (() if case in FLEX_CASES else (f"dropout={flexed.dropout}: FlexAttention on CPU has none",))
-    assert flex.BACKWARD is None and unmet_claims(flex.FORWARD, make("plain")[0], "sm90")
+    assert flex.BACKEND.backward_claims is None and unmet_claims(flex.FORWARD, make("plain")[0], "sm90")
     assert math.probe() == flex.probe() == torch.__version__
 
 

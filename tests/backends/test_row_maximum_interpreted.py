@@ -17,6 +17,7 @@ from other_process import OtherProcess
 from spec_strategies import Call, make_call
 
 from attn_core import backends
+from attn_core.backends.contract import RowMaximumPass
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs
 from attn_core.selection import row_maximum as choice
@@ -138,14 +139,15 @@ def test_any_strides() -> None:
     assert np.array_equal(computed(call, strided), computed(call, inputs))
 
 
-def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch, replace_fields: Any) -> None:
     """As on a GPU: this process lets it claim the CPU, too."""
-    monkeypatch.setattr(triton_jvp, "ROW_MAXIMUM", replace(triton_jvp.ROW_MAXIMUM, devices=("cpu",)))
     monkeypatch.setitem(backends.ROW_MAXIMUM, ("torch", "cpu"), ("triton_jvp", "math"))
-    choice.choose.cache_clear()
     ran: list[bool] = []
-    run = triton_jvp.row_maximum
-    monkeypatch.setattr(triton_jvp, "row_maximum", lambda *given: ran.append(True) or run(*given))
+    own = RowMaximumPass(
+        claims=replace(triton_jvp.ROW_MAXIMUM, devices=("cpu",)),
+        function=lambda *given: ran.append(True) or triton_jvp.row_maximum(*given),
+    )
+    replace_fields(triton_jvp.BACKEND, row_maximum=own)
     q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
     documents = {"seq_info": SeqInfo.from_lengths([20, 15]), "causal": True, "window": 7}
     several = ({"causal": True}, documents, {"mask": torch.rand(38, 38) > 0.5}, {"alibi_slopes": torch.ones(4)})
@@ -154,4 +156,3 @@ def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
         *_, other = attention(q, k, v, return_max_logit=True, backend="math", **options)
         torch.testing.assert_close(top, other, rtol=1e-5, atol=1e-6)
     assert len(ran) == len(several), "math has it from its forward"
-    choice.choose.cache_clear()

@@ -78,7 +78,7 @@ def test_lower(name: str, requested: dict[str, Any], expected: dict[str, Any], a
 def test_never_chosen_automatically() -> None:
     for name in NAMES:
         module: Any = backends.load(name)
-        assert module.FORWARD.approximate and module.BACKWARD is None
+        assert module.forward_claims.approximate and module.backward_claims is None
         assert all(name not in order for order in backends.PREFERENCE.values())
 
 
@@ -224,5 +224,7 @@ def test_the_stand_in_shows_the_fault_that_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sage, "_function", lambda name: lambda *a, **kw: stand_in(*a, triton=True, **kw))
     made = make({"kv_len": 63}, "float32")
     assert any("kv_len=63" in why for why in refusals("sage", made.spec, on("sm90", FIRST)))
-    out, _ = sage.forward(made.spec, Inputs(*(None if x is None else torch.from_numpy(x).float() for x in made.inputs)))
+    out, _ = sage.BACKEND.forward(
+        made.spec, Inputs(*(None if x is None else torch.from_numpy(x).float() for x in made.inputs))
+    )
     assert not accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy()).ok

@@ -17,7 +17,10 @@ from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
+from attn_core.backends.sdpa_cudnn import backend as cudnn
+from attn_core.backends.sdpa_efficient import backend as efficient
 from attn_core.backends.sdpa_efficient import operands
+from attn_core.backends.sdpa_flash import cuda as flash
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.support import Build
 from attn_core.call.masks import visible
@@ -25,9 +28,6 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
 
-flash: Any = backends.load("sdpa_flash", "cuda")
-efficient: Any = backends.load("sdpa_efficient", "cuda")
-cudnn: Any = backends.load("sdpa_cudnn", "cuda")
 NAN, INF = float("nan"), float("inf")
 CUDNN = Build("cuDNN 9.19.0", version=(9, 19, 0))
 SPEC = AttentionSpec(
@@ -621,7 +621,7 @@ def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, mon
     monkeypatch.setattr(cudnn, "forward_binding", lambda: native_cudnn)
     monkeypatch.setattr(cudnn, "_trials", lambda: True)
     spec = shortcut_spec(kernel, case, learns)
-    run = backends.shortcut(module, spec)
+    run = module.BACKEND.shortcut_of(spec)
     if run is not None:  # the table below says which calls have one
         judge_shortcut(run, spec, "cpu")
 
@@ -633,7 +633,7 @@ def test_shortcuts_match_the_reference_on_a_gpu(kernel: str, case: str, learns: 
     spec = shortcut_spec(kernel, case, learns)
     if reasons := selection.refusals(name, spec, Target.here("torch", _device())):
         pytest.skip("; ".join(reasons))
-    run = backends.shortcut(module, spec)
+    run = module.BACKEND.shortcut_of(spec)
     if run is not None:
         judge_shortcut(run, spec, "cuda")
 
@@ -709,7 +709,7 @@ def test_which_calls_run_with_torchs_own_derivative(case: str, monkeypatch: pyte
     spec = replace(SPEC, **changes)
     monkeypatch.setattr(cudnn, "_trials", lambda: True)
     supported = [name for name, (_, full, _) in STANDINS.items() if not refusals(full, **changes)]
-    assert " ".join(name for name in supported if backends.shortcut(STANDINS[name][0], spec)) == expected
+    assert " ".join(name for name in supported if STANDINS[name][0].BACKEND.shortcut_of(spec)) == expected
 
 
 # The helper functions

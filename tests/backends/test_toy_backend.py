@@ -15,12 +15,11 @@ from own_process import in_its_own_process
 BACKEND = '''
 """Causal attention for square float32 calls."""
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.support import Support
 from attn_core.backends.toy import scores
 
-FRAMEWORK, REQUIRES = "torch", "torch"
 FORWARD = Support(kernel="the toy kernel", devices=("cpu",), dtypes=("float32",), causal=True, lse=True)
-BACKWARD = None
 
 
 def refuses(spec, device, build):
@@ -43,8 +42,18 @@ def forward(spec, inputs):
     return out, logits.logsumexp(-1)
 
 
-def backward(spec, inputs, out, lse, dout, dlse):
-    raise NotImplementedError
+BACKEND = Backend(
+    name="toy",
+    framework="torch",
+    requires="torch",
+    forward_claims=FORWARD,
+    backward_claims=None,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=None,
+)
 '''
 
 HELPER = '''

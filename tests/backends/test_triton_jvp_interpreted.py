@@ -18,10 +18,10 @@ from other_process import OtherProcess
 from spec_strategies import Call, make_call
 
 from attn_core import backends
+from attn_core.backends.contract import ForwardModePass
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.correctness import reference
-from attn_core.selection import target
 from torch_frontend import SeqInfo, attention
 
 pytestmark = pytest.mark.sampled
@@ -188,15 +188,18 @@ def test_faults_are_caught(fault: str) -> None:
     assert not judge(call, tangents, wrong).ok
 
 
-def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch, replace_fields: Any) -> None:
     """As on a GPU: this process lets it claim the CPU, too."""
-    for name in ("FORWARD", "FORWARD_MODE"):
-        monkeypatch.setattr(triton_jvp, name, replace(triton_jvp.FORWARD, devices=("cpu",)))
     monkeypatch.setitem(backends.FORWARD_MODE, ("torch", "cpu"), ("triton_jvp", "math"))
-    target.backend_on.cache_clear()
     ran: list[Any] = []
-    run = triton_jvp.jvp
-    monkeypatch.setattr(triton_jvp, "jvp", lambda spec, *rest, **more: ran.append(spec) or run(spec, *rest, **more))
+
+    def jvp(spec: Any, *rest: Any, **more: Any) -> Any:
+        ran.append(spec)
+        return triton_jvp.jvp(spec, *rest, **more)
+
+    claims = replace(triton_jvp.FORWARD, devices=("cpu",))
+    own = ForwardModePass(claims=claims, jvp=jvp)
+    replace_fields(triton_jvp.BACKEND, forward_claims=claims, forward_mode=own)
     q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
     ways = torch.stack([torch.cos(q), torch.sin(q)])
     packed = {"seq_info": SeqInfo.from_lengths([20, 18]), "causal": True, "window": 7}

@@ -437,9 +437,8 @@ def executed(program: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     return {buffer.name: each for buffer, each in zip(program.buffers, memory, strict=True)}
 
 
-def claim_the_cpu(patch: pytest.MonkeyPatch) -> None:
+def claim_the_cpu(replace_fields: Any) -> None:
     """As on a GPU: this process lets the backend claim the CPU, too."""
-    from attn_core.selection import target
 
     def freeing(run: Any) -> Any:
         def wrapped(*arguments: Any) -> Any:
@@ -449,16 +448,14 @@ def claim_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
-    for name in ("forward", "backward"):
-        patch.setattr(triton_ordered, name, freeing(getattr(triton_ordered, name)))
-
-    for name in ("FORWARD", "BACKWARD"):
-        patch.setattr(triton_ordered, name, replace(triton_ordered.FORWARD, devices=("cpu",)))
-    target.backend_on.cache_clear()
+    claims = replace(triton_ordered.FORWARD, devices=("cpu",))
+    functions = {"forward": freeing(triton_ordered.forward), "backward": freeing(triton_ordered.backward)}
+    replace_fields(triton_ordered.BACKEND, forward_claims=claims, backward_claims=claims, **functions)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_both_frontends_reach_it(packed: bool, small: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small")
+def test_both_frontends_reach_it(packed: bool, replace_fields: Any) -> None:
     jax, jax_frontend = pytest.importorskip("jax"), pytest.importorskip("jax_frontend")
     pytest.importorskip("jax_tvm_ffi")
     import jax.numpy as jnp
@@ -466,7 +463,7 @@ def test_both_frontends_reach_it(packed: bool, small: pytest.MonkeyPatch) -> Non
     import torch_frontend
     from attn_core import SeqInfo
 
-    claim_the_cpu(small)
+    claim_the_cpu(replace_fields)
     random = np.random.default_rng(3)
     q, k, v, dout = (random.standard_normal((1, 38, heads, 16)).astype(np.float16) for heads in (4, 2, 2, 4))
     info = SeqInfo.from_lengths([20, 18]) if packed else None

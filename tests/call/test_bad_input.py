@@ -502,7 +502,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def backends_run() -> Iterator[list[str]]:
-    with pytest.MonkeyPatch.context() as patch, spied(patch) as names:
+    with spied() as names:
         yield names
 
 

@@ -95,9 +95,9 @@ def answered(function: Any, *arguments: Any, **keywords: Any) -> Any:
     [*((TORCH, range(first, first + 40)) for first in (100, 140, 360, 400)), (JAX, range(60, 90))],
     ids=lambda value: str(value) if isinstance(value, Framework) else str(value[0]),
 )
-def test_explain_answers_as_attention_does(framework: Framework, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_answers_as_attention_does(framework: Framework, seeds: range) -> None:
     ran_at_all, refused = 0, 0
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for seed in seeds:
             qkv, keywords = drawn(seed, framework)
             empty_plan_caches()

@@ -150,7 +150,7 @@ def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) 
     On a GPU the tail holds another number, because the last tile of a document may hold what follows it
     (test_nan_containment).
     """
-    dtypes = module_on(backend, device).FORWARD.dtypes
+    dtypes = module_on(backend, device).forward_claims.dtypes
     fields = {**HEADS, **fields, "lengths": LENGTHS}
     fields["dtype"] = "float32" if "float32" in dtypes else dtypes[0]
     whole, long = (make_call(1, **fields, tail=n, needs_backward=True) for n in ((0, 0), TAILS[tail]))
@@ -170,7 +170,7 @@ def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) 
     return whole, long
 
 
-PACKED = [each for each in claimed() if module_on(*each.values[:2]).FORWARD.packed]
+PACKED = [each for each in claimed() if module_on(*each.values[:2]).forward_claims.packed]
 
 
 # Others have more than "plain". The kernels of JAX alone take the offsets that those of torch take, too.
@@ -188,7 +188,7 @@ def test_trailing_tokens_do_not_change_the_documents(
     if missing := judged(framework, backend, device):
         pytest.skip(missing)
     only((("causal", "both"), ("window", "both")), (case, tail), backend, device)
-    if module_on(backend, device).FORWARD.approximate:
+    if module_on(backend, device).forward_claims.approximate:
         pytest.skip(f"{backend} is approximate")
     whole, long = padded(backend, device, framework, tail, **CASES[case])
     expected, actual = (run(framework, call, backend, device, rounding_matters=False) for call in (whole, long))

@@ -117,9 +117,11 @@ def check(actual: dict[str, np.ndarray], given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [*SIZES, *PACKED])
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_results_are_defined_and_no_kernel_runs(
-    framework: Framework, name: str, extras: str, monkeypatch: pytest.MonkeyPatch
+    framework: Framework,
+    name: str,
+    extras: str,
 ) -> None:
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         actual = results(framework, call(framework, name, extras), jit=False)
         assert ran == []
     check(actual, call(framework, name, extras))

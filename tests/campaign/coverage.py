@@ -124,7 +124,7 @@ def holes_of_backends(counts: Counts, kind: str) -> list[str]:
 
 
 def _claims(module: Any, feature: str) -> bool:
-    forward, backward = module.FORWARD, module.BACKWARD
+    forward, backward = module.forward_claims, module.backward_claims
     if feature in ("float64", "float32", "bfloat16", "float16"):
         return feature in forward.dtypes
     if feature == "gradients":

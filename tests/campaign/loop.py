@@ -242,7 +242,7 @@ class Campaign:
             for name in backends.names()
             if name not in missing
             and (shares or name not in SLOW)
-            and not backends.load(name, self.kind).FORWARD.approximate
+            and not backends.load(name, self.kind).forward_claims.approximate
             and not choice.refusals(name, spec, target)
         )
 

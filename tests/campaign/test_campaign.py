@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import empty_plan_caches
 
 from attn_core import AttentionSpec, backends
 from attn_core.cli.trial import Trial
@@ -164,13 +163,10 @@ def _wrong_window(spec: AttentionSpec, inputs: Any, *into: Any) -> Any:
     return _wrong_window.right(wider, inputs, *into)  # type: ignore[attr-defined]
 
 
-def test_a_planted_fault_is_found_and_shrunk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_fault_is_found_and_shrunk(replace_fields: Any, capsys: pytest.CaptureFixture[str]) -> None:
     math = backends.load("math", "cpu")
     _wrong_window.right = math.forward  # type: ignore[attr-defined]
-    monkeypatch.setattr(math, "forward", _wrong_window)
-    empty_plan_caches(programs=False)
+    replace_fields(math, forward=_wrong_window)
     run = Campaign(5, {"torch": "cpu"}, ("torch attention, strided",))
     for _, case in islice(run.cases(0), 400):
         run._count(case, verdict_of(case, "cpu"))

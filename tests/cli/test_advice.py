@@ -136,7 +136,7 @@ def test_every_advised_backend_claims_the_device_and_names_the_package(device: s
         for advice in advise(machine):
             assert advice.backends
             for name in advice.backends:
-                assert backends.load(name, machine.kind).FORWARD.runs_on(device)
+                assert backends.load(name, machine.kind).forward_claims.runs_on(device)
                 assert advice.package in requirements(name, machine.kind)
 
 

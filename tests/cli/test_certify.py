@@ -66,7 +66,7 @@ JUDGED = {
 
 def taken(check: str, subject: Subject) -> dict[str, Form]:
     """The calls of a check that a backend takes."""
-    if check == "frameworks" and (subject.framework == "torch" or backends.load(subject.backend).FRAMEWORK == "jax"):
+    if check == "frameworks" and (subject.framework == "torch" or backends.load(subject.backend).framework == "jax"):
         return {}
     found = {name: accepted(subject, call) for name, call in calls_of(check).items()}
     return {name: form for name, form in found.items() if isinstance(form, Form)}
@@ -105,13 +105,13 @@ def test_every_feature_that_can_be_claimed_has_a_call() -> None:
 
 def on_sm90() -> list[str]:
     """The backends of torch on a Hopper GPU, as a plan of this machine."""
-    return [name for name in backends.names() if backends.load(name, "cuda").FORWARD.runs_on("sm90")]
+    return [name for name in backends.names() if backends.load(name, "cuda").forward_claims.runs_on("sm90")]
 
 
 @pytest.mark.parametrize("name", on_sm90())
 def test_every_backend_gets_calls_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those with few claims: planned for a GPU, which this test does not need."""
-    framework = backends.load(name, "cuda").FRAMEWORK
+    framework = backends.load(name, "cuda").framework
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: cls(framework, device)))
     subject = Subject(name, framework, "sm90")
     found = {check: taken(check, subject) for check in CHECKS}
@@ -219,10 +219,10 @@ def test_a_wrong_log_sum_exp_fails_the_bounds() -> None:
 
 
 @pytest.mark.parametrize("right", [0, 2])
-def test_a_mask_that_is_off_by_one_fails_the_probe(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_off_by_one_fails_the_probe(right: int) -> None:
     """A diagonal that shows one key too many, and a window that shows one key too few."""
     fields = {"causal": False, "window": (None, 1)} if right else {"window": (0, 0)}
-    with replaced(monkeypatch, backends.load("math"), forward=misread(**fields), shortcut=lambda spec: None):
+    with replaced(backends.load("math"), forward=misread(**fields), shortcut=None):
         wrong = entry("mask", "plain", "causal")
         assert wrong.result == "failed" and "plain" not in wrong.reason
         assert ("seen though hidden" if right else "hidden though visible") in wrong.reason
@@ -230,7 +230,7 @@ def test_a_mask_that_is_off_by_one_fails_the_probe(right: int, monkeypatch: pyte
         assert again.exit_code == 1 and "though" in again.stdout, "the printed command shows the fault again"
 
 
-def test_a_hidden_key_with_an_effect_fails_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_key_with_an_effect_fails_the_mask() -> None:
     """The probe sees no effect that is the same for every mask, such as a scale of the largest key."""
     forward = backends.load("math").forward
 
@@ -238,18 +238,18 @@ def test_a_hidden_key_with_an_effect_fails_the_mask(monkeypatch: pytest.MonkeyPa
         out, lse = forward(spec, inputs, *more, **named)
         return out * (1 + 2e-4 * inputs.k.abs().amax()).to(out.dtype), lse
 
-    with replaced(monkeypatch, backends.load("math"), forward=scaled, shortcut=lambda spec: None):
+    with replaced(backends.load("math"), forward=scaled, shortcut=None):
         assert "changes with keys that it does not see" in entry("mask", "causal").reason
 
 
-def test_a_wrong_result_at_an_odd_address_fails_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_at_an_odd_address_fails_the_bounds() -> None:
     forward = backends.load("math").forward
 
     def misaligned(spec: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         out, lse = forward(spec, inputs, *more, **named)
         return out * (1.1 if inputs.q.data_ptr() % 16 else 1.0), lse
 
-    with replaced(monkeypatch, backends.load("math"), forward=misaligned, shortcut=lambda spec: None):
+    with replaced(backends.load("math"), forward=misaligned, shortcut=None):
         wrong = entry("bounds", "causal", "odd addresses")
     assert wrong.result == "failed" and wrong.reason.startswith("odd addresses: out")
 
@@ -263,7 +263,7 @@ def test_an_exception_is_a_fault_of_the_call_alone() -> None:
     assert wrong.reason.startswith("causal: raised RuntimeError: no kernel image") and "window: raised" in wrong.reason
 
 
-def test_a_split_that_depends_on_the_length_fails_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_that_depends_on_the_length_fails_the_prefix() -> None:
     """As a kernel that splits the keys of few queries."""
     module = backends.load("math")
     honest = module.forward
@@ -273,7 +273,7 @@ def test_a_split_that_depends_on_the_length_fails_the_prefix(monkeypatch: pytest
         return out, lse + (1e-6 if spec.q_len < 5 else 0)
 
     assert entry("prefix", "causal").result == "passed"
-    with replaced(monkeypatch, module, forward=depends_on_length):
+    with replaced(module, forward=depends_on_length):
         found = entry("prefix", "causal")
     assert found.result == "failed" and "queries 96 to 96, on tensors: lse by" in found.reason, found
 
@@ -285,7 +285,7 @@ def test_a_result_that_depends_on_the_batch_fails() -> None:
     assert found.result == "failed" and "alone: out by" in found.reason
 
 
-def test_a_result_that_depends_on_the_padding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_depends_on_the_padding_fails() -> None:
     """The planted fault: all rows of a call have other bits if they are longer."""
     module = backends.load("math")
     honest = module.forward
@@ -294,7 +294,7 @@ def test_a_result_that_depends_on_the_padding_fails(monkeypatch: pytest.MonkeyPa
         out, lse = honest(spec, inputs)
         return out * (1 + 1e-6 * spec.kv_len), lse
 
-    with replaced(monkeypatch, module, forward=depends_on_padding):
+    with replaced(module, forward=depends_on_padding):
         found = entry("batch", "causal")
     assert found.result == "failed" and "alone, with padding: out by" in found.reason
 

@@ -21,7 +21,7 @@ from test_context_jax_operators import PACKED, ROW, attend_by_operators, operand
 
 from attn_core.backends.shared.programs import operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
-from attn_core.backends.shared.programs.operator_program import Functions
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.call.tensors import Gradients
 from attn_core.context_parallel.on_torch import operators
 from attn_core.context_parallel.on_torch.step import GradientForm

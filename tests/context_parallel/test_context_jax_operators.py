@@ -19,7 +19,7 @@ import torch
 
 from attn_core import SeqInfo, backends
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
-from attn_core.backends.shared.programs.operator_program import Functions
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.context_parallel.on_torch import operators, step
 from attn_core.context_parallel.on_torch import places as on_torch_places
 from attn_core.context_parallel.on_torch.step import StepCall
@@ -38,8 +38,9 @@ def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the plain backend for one whose programs are operators of torch. On a CPU none is, and it runs them."""
 
     def functions_of(name: str, kind: str) -> Functions:
-        module = backends.load(name, kind)
-        return Functions(module.forward, module.backward, module.WRITES_INTO)
+        record = backends.load(name, kind)
+        assert record.backward is not None
+        return Functions(record.forward, record.backward, bool(record.writes_into))
 
     monkeypatch.setattr(operators, "functions_of", functions_of)
 
@@ -70,7 +71,7 @@ def seen_by(spec: Any, inputs: Any, queries: int, keys: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def packed_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def packed_operators(replace_fields: Any) -> None:
     """Lets the plain backend run tiles by operators that can be recorded, packed ones too, into buffers."""
 
     def forward(spec: Any, inputs: Any, into: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +81,7 @@ def packed_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         assert into[0].shape == out.shape and into[1].shape == lse.shape
         return into[0].copy_(out), lse
 
-    plain: Any = backends.load("math", "cpu")
-    monkeypatch.setattr(plain, "forward", forward)
-    monkeypatch.setattr(plain, "WRITES_INTO", True, raising=False)
+    replace_fields(backends.load("math", "cpu"), forward=forward, writes_into=("forward",))
 
 
 def step_of(strategy: str, layout: str, ranks: int, number: int = 1, **options: Any) -> StepCall:
@@ -185,7 +184,7 @@ def test_tables_of_places_and_tiles_that_share_rows_are_left_to_branches(monkeyp
     assert "share rows" in str(operators.refusal(twice, "cpu"))
 
 
-def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_of_earlier_steps_are_merged(library: Path) -> None:
     """The custom call and the merge around it are what branches compute."""
     step_call = step_of("ring", "zigzag", 2, causal=True)
     q, keys = operands_of(step_call)

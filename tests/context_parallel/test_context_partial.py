@@ -208,7 +208,7 @@ def claiming(framework: str) -> list[Any]:
     return [
         param
         for param in claimed(own)
-        if module_on(*param.values).FORWARD.partial and (framework == "jax" or param.values[0] != "jax_xla")
+        if module_on(*param.values).forward_claims.partial and (framework == "jax" or param.values[0] != "jax_xla")
     ]
 
 
@@ -253,7 +253,8 @@ def test_merged_parts_equal_the_whole_row(framework: str, name: str, device: str
     runner = (Torch if framework == "torch" else Jax)(name, device)
     module, tested = module_on(name, device), []
     training = has_backward(name, where)
-    dtypes = module.FORWARD.dtypes if framework == "torch" else [d for d in module.FORWARD.dtypes if d != "float64"][:1]
+    dtypes = module.forward_claims.dtypes
+    dtypes = dtypes if framework == "torch" else [d for d in dtypes if d != "float64"][:1]
     if device == "cuda" and name in COMPILED_ON_GPUS:
         dtypes = dtypes[:1]
     for dtype in dtypes:

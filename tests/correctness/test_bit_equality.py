@@ -53,7 +53,7 @@ def accepted_by(framework: str, backend: str, call: Call, device: str) -> Call |
 
 def deterministic_call(call: Call, backend: str, device: str) -> Call:
     """Returns the call with ``deterministic=True`` if only that promises equal bits (a GPU may add in any order)."""
-    if device == "cpu" or not module_on(backend, device).FORWARD.deterministic:
+    if device == "cpu" or not module_on(backend, device).forward_claims.deterministic:
         return call
     return replace(call, spec=replace(call.spec, deterministic=True))
 
@@ -68,7 +68,7 @@ def results_of_the_kernel(call: Call, results: Results) -> Results:
 
 
 def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     if compiles_for_long(backend, device):
         return compiled_calls(claims)
     without = ("dropout",) if framework == "jax" or not claims.portable_dropout else ()
@@ -80,7 +80,7 @@ def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
 def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
     """out, lse, dq, dk, dv, dbias and dsinks inside ``jax.jit``; inputs are contiguous, because JAX has no others."""
     compared: list[bool] = []
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     if missing := reachable("jax", backend, device):
         pytest.skip(missing)
 
@@ -171,7 +171,7 @@ def test_jax_transformations_give_the_same_bits(backend: str, transformation: st
         return jax.value_and_grad(total, has_aux=True)(q)[0][1]
 
     ways = {"eager": attend, "jit": jax.jit(attend), "checkpoint": jax.checkpoint(attend)}
-    if transformation == "value_and_grad" and backends.load(backend).BACKWARD is None:
+    if transformation == "value_and_grad" and backends.load(backend).backward_claims is None:
         pytest.skip(f"{backend} has no gradient")
     way = ways.get(transformation) or {"scan": jax.jit(scanned), "value_and_grad": valued}[transformation]
     assert same_bits({"out": np.asarray(way(q, k, v))}, {"out": expected}) == []
@@ -180,7 +180,7 @@ def test_jax_transformations_give_the_same_bits(backend: str, transformation: st
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_torch_with_and_without_gradients_gives_the_same_bits(backend: str) -> None:
     """Whether a gradient is required must not choose another kernel of the same name."""
-    if backends.load(backend).BACKWARD is None:
+    if backends.load(backend).backward_claims is None:
         pytest.skip(f"{backend} has no gradient")
     for fields in ({}, {"causal": True}, {"window": (2, 1)}):
         call = make_call(5, **SIZES, **fields, needs_backward=True)
@@ -222,7 +222,7 @@ def random_arrays(dtype: str, values: float, gradients: float) -> list[np.ndarra
     return [(random.normal(size=(1, 9, 2, 16)) * factor).astype(kind) for factor in factors]
 
 
-TRAINABLE = [name for name in ON_CPU if backends.load(name).BACKWARD is not None]
+TRAINABLE = [name for name in ON_CPU if backends.load(name).backward_claims is not None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16"])

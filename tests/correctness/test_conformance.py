@@ -52,12 +52,13 @@ BACKENDS = backends.names()
 def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Call]:
     """Calls for a backend: any call, or calls of a few signatures if a compiler would compile each."""
     module = module_on(backend, device)
+    claims = module.forward_claims
     if backend == "jax_xla" or compiles_for_long(backend, device):
-        return compiled_calls(module.FORWARD)
+        return compiled_calls(claims)
     without = (
-        () if module.FORWARD.portable_dropout else ("dropout",)
-    )  # its masks differ from the oracle's and have their own tests
-    drawn = calls(module.FORWARD, without=without, squares=(64, 192) if module.FORWARD.approximate else ())
+        () if claims.portable_dropout else ("dropout",)
+    )  # its masks differ from the oracle's, with tests of their own
+    drawn = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())
     if backend == "jax_cudnn":
         return st.one_of(drawn, cudnn_calls())
     return drawn.map(few_numbers) if backend in COMPILED_ON_GPUS and device == "cuda" else drawn
@@ -121,7 +122,7 @@ def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str)
     if missing:
         pytest.skip(missing)
     learns = target(framework, device).claims(backend)[1] is not None
-    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # much of these is refused
+    few = module_on(backend, device).forward_claims.approximate or backend == "jax_cudnn"  # much of these is refused
     assert corners_conform(framework, backend, device) or few, "no corner was run"
 
     # Few calls are drawn of kernels that compile on a GPU. So calls that are refused do not count there.
@@ -202,7 +203,7 @@ def test_both_frontends_build_the_same_spec(call: Call) -> None:
 def test_the_expanded_gradient_of_a_sum(backend: str, device: str, changes: dict[str, Any]) -> None:
     """``out.sum().backward()`` passes an output gradient of one expanded element: every stride is 0."""
     only(({},), changes, backend, device)
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     fields = {**PLAIN, **changes, "dtype": "float32" if "float32" in claims.dtypes else "bfloat16"}
     fields["num_kv_heads"] = 3 if claims.grouped_heads else 6
     call = make_call(**fields, needs_backward=True)
@@ -290,26 +291,24 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def planted_fault(
-    monkeypatch: pytest.MonkeyPatch, backend: str, fault: Any, where: str, device: str = "cpu"
-) -> Iterator[None]:
+def planted_fault(backend: str, fault: Any, where: str, device: str = "cpu") -> Iterator[None]:
     """A backend with a fault in its forward, its backward or both."""
     module = module_on(backend, device)
     forward, backward = faulty(module, fault)
     halves = {"forward": forward, "backward": backward}
     faults = halves if where == "both" else {where: halves[where]}
-    with replaced(monkeypatch, module, shortcut=lambda spec: None, **faults):
+    with replaced(module, shortcut=None, **faults):
         yield
 
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_planted_faults_are_caught(framework: str, where: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_caught(framework: str, where: str, name: str) -> None:
     changes, fault = FAULTS[name]
     for seed in range(3):
         call = make_call(seed, **changes, needs_backward=True, return_lse=True)
-        with planted_fault(monkeypatch, "math", fault, where):
+        with planted_fault("math", fault, where):
             verdict = judge(framework, call, run(framework, call, "math"))
             with pytest.raises(AssertionError, match="WRONG"):
                 conforms(framework, call, "math", "cpu")
@@ -324,10 +323,10 @@ def test_planted_faults_are_caught(framework: str, where: str, name: str, monkey
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_caught_in_xla(name: str) -> None:
     changes, fault = FAULTS[name]
     call = make_call(**changes, needs_backward=True, return_lse=True)
-    with planted_fault(monkeypatch, "jax_xla", fault, "both"):
+    with planted_fault("jax_xla", fault, "both"):
         verdict = judge("jax", call, run("jax", call, "jax_xla", rounding_matters=False))
     assert {"out", "dq", "dk", "dv"} <= {quantity.name for quantity in verdict.quantities if quantity.use > 1}, verdict
 
@@ -335,12 +334,14 @@ def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize(("backend", "device"), claimed(None, "cuda"))
 def test_planted_faults_are_caught_in_every_kernel(
-    backend: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    device: str,
+    name: str,
 ) -> None:
     """On a GPU, in the most precise dtype that the kernel takes."""
     only(("window one wider",), name, backend, device)
-    framework = module_on(backend, device).FRAMEWORK
-    dtypes = [kind for kind in ("float32", "float16") if kind in module_on(backend, device).FORWARD.dtypes]
+    framework = module_on(backend, device).framework
+    dtypes = [kind for kind in ("float32", "float16") if kind in module_on(backend, device).forward_claims.dtypes]
     changes, fault = FAULTS[name]
     sizes = {} if "lengths" in changes else {"q_len": 61, "kv_len": 67}
     peaked = {"scale": 0.5}  # logits far apart: if all weights are alike, one percent is too little for float16 to show
@@ -352,7 +353,7 @@ def test_planted_faults_are_caught_in_every_kernel(
         pytest.skip(f"{backend} does not run this, or promises no precision")
     if name == "alignment flipped" and "top_left" not in where.claims(backend)[0].alignments:
         pytest.skip(f"{backend} knows one alignment, and cannot be told of another")
-    with planted_fault(monkeypatch, backend, fault, "both", device):
+    with planted_fault(backend, fault, "both", device):
         verdict = judge(framework, requested, run(framework, requested, backend, device), device)
     assert {"out", *(f"d{x}" for x in requested.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict
     healthy = judge(framework, requested, run(framework, requested, backend, device), device)
@@ -380,17 +381,19 @@ def nan_without_keys(run_forward: Any, run_backward: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("backend", ["math", "sdpa_flash"])
 def test_nan_in_rows_without_keys_fails_the_claims(
-    backend: str, framework: str, where: str, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    framework: str,
+    where: str,
 ) -> None:
     with (
-        planted_fault(monkeypatch, backend, nan_without_keys, where),
+        planted_fault(backend, nan_without_keys, where),
         pytest.raises(AssertionError, match=r"^rows without keys: "),
     ):
         test_drawn_calls_match_the_claims(backend, "cpu", framework)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_an_honest_backend_with_few_claims_passes(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_honest_backend_with_few_claims_passes(framework: str) -> None:
     """A new backend that claims no grouped heads, for example: draws follow the claims, so most of them run."""
     few = Support(
         kernel="a new kernel",
@@ -402,7 +405,7 @@ def test_an_honest_backend_with_few_claims_passes(framework: str, monkeypatch: p
         lse=True,
         deterministic=True,
     )
-    with replaced(monkeypatch, module_on("math", "cpu"), FORWARD=few, BACKWARD=few):
+    with replaced(module_on("math", "cpu"), forward_claims=few, backward_claims=few):
         test_drawn_calls_match_the_claims("math", "cpu", framework)
 
 

@@ -39,7 +39,7 @@ from attn_core.correctness import reference
 from attn_core.errors import SpecError
 from attn_core.selection import forward_mode as selection
 
-BACKENDS = tuple(name for name in backends.names() if backends.load(name).FORWARD_MODE is not None)
+BACKENDS = tuple(name for name in backends.names() if backends.load(name).forward_mode is not None)
 PLAIN = {
     **{"batch": 2, "q_len": 7, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 13, "value_dim": 5},
     "dtype": "float32",
@@ -87,7 +87,7 @@ def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str)
         pytest.skip(missing)
     if framework == "jax" and device == "cpu":
         pytest.skip("tests/jax_frontend runs these, because each call is compiled")
-    claims: Any = module_on(backend, device).FORWARD_MODE
+    claims: Any = module_on(backend, device).forward_mode.claims
     ran = [conforms(framework, call, NAMES, backend, device) for call in corners(claims).values()]
     assert all(ran), "a corner of the claims was not run"
     drawn = calls(claims, without=("mask_mod",))

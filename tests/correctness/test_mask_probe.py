@@ -85,7 +85,7 @@ def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, 
     where, ran, wrong = target(framework, device), 0, []
     if missing := judged(framework, backend, device):
         pytest.skip(missing)
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     if "float32" not in claims.dtypes:
         changes = {"dtype": claims.dtypes[0], **changes}
     for features in every:
@@ -124,7 +124,9 @@ def test_the_visible_set(backend: str, lengths: str, framework: str, device: str
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("backend", "device"), [c for c in claimed() if module_on(*c.values).FORWARD.key_ranges])
+@pytest.mark.parametrize(
+    ("backend", "device"), [c for c in claimed() if module_on(*c.values).forward_claims.key_ranges]
+)
 def test_the_visible_set_of_key_ranges(backend: str, device: str, framework: str) -> None:
     shapes = ((2, 2, 2), (1, 2, 1), (2, 1, 1))
     for rows, heads, ranges in shapes[:1] if compiles_for_long(backend, device) else shapes:  # it compiles each
@@ -173,7 +175,7 @@ def test_the_visible_set_across_blocks(backend: str, device: str, framework: str
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_an_int_window_shows_that_many_keys(backend: str, device: str, framework: str, window: int) -> None:
     """Counted without the library: row i sees ``min(i + 1, window)`` keys, itself the last of them."""
-    dtypes = module_on(backend, device).FORWARD.dtypes
+    dtypes = module_on(backend, device).forward_claims.dtypes
     requested = probed(
         "as many", True, "bottom_right", window, None, dtype="float32" if "float32" in dtypes else dtypes[0]
     )

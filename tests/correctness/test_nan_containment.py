@@ -48,7 +48,7 @@ POISONS = {"NaN": np.nan, "Inf": np.inf}
 
 def case_or_skip(framework: str, backend: str, device: str, **fields: Any) -> Call:
     """The case with gradients if the backend has them, else without; skips the test if it refuses both."""
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     if missing := judged(framework, backend, device):
         pytest.skip(missing)
     if claims.approximate:
@@ -70,7 +70,7 @@ def case_or_skip(framework: str, backend: str, device: str, **fields: Any) -> Ca
 def needs_deterministic(backend: str, device: str) -> bool:
     """Whether to request a deterministic call: on a GPU only that promises equal bits."""
     claims = module_on(backend, device)
-    return device == "cuda" and (claims.BACKWARD or claims.FORWARD).deterministic
+    return device == "cuda" and (claims.backward_claims or claims.forward_claims).deterministic
 
 
 def changed(backend: str, device: str, one: Results, other: Results) -> list[str]:

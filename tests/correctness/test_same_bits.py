@@ -43,12 +43,12 @@ NEEDS = {
     "sinks": "sinks",
 }
 CPU_BACKENDS = [
-    (backends.load(name, "cpu").FRAMEWORK, name)
+    (backends.load(name, "cpu").framework, name)
     for name in backends.names()
-    if "cpu" in backends.modules(name) or "" in backends.modules(name)
-    if module_on(name, "cpu").FORWARD.runs_on("cpu") and module_on(name, "cpu").FORWARD.invariant
+    if "cpu" in backends.records(name) or "" in backends.records(name)
+    if module_on(name, "cpu").forward_claims.runs_on("cpu") and module_on(name, "cpu").forward_claims.invariant
 ]
-PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").FORWARD.invariant]
+PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").forward_claims.invariant]
 CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4", "triton_ordered")]
 WIDTHS = {"torch": (1, 2, 16, 33, 40), "jax": (1, 16)}
 """Of heads on a CPU, in each framework. One channel, and 40 of a lone head, have kernels of their own in MKL."""
@@ -63,7 +63,7 @@ def few() -> settings:
 
 @st.composite
 def kinds(draw: Any, framework: str, backend: str, invariant: str, device: str = "cpu") -> Kind:
-    claims = module_on(backend, device).FORWARD
+    claims = module_on(backend, device).forward_claims
     names = [name for name in OPTIONS if getattr(claims, NEEDS.get(name, "causal"))]
     if invariant == "prefix":
         names.remove("plain")
@@ -165,7 +165,7 @@ def check_rows(backend: str, device: str) -> None:
 
 def check_padding(backend: str, **how: Any) -> None:
     """The padding's queries and keys hold other numbers; a mask hides it, or on the right the diagonal alone."""
-    framework = module_on(backend, "cpu").FRAMEWORK
+    framework = module_on(backend, "cpu").framework
 
     @settings(few(), **how)
     @given(st.data())
@@ -237,7 +237,10 @@ def check_cuts(framework: str, backend: str, device: str = "cpu", **how: Any) ->
             part = {"out": expected["out"][start:stop], "lse": expected["lse"][:, start:stop]}
             chunk = among(kind, begun, (small, seed))
             assert not differing(part, {name: chunk[name] for name in part}), "chunks"
-            if "alibi_slopes" not in dict(kind.options) or module_on(in_pages.backend, device).FORWARD.paged_alibi:
+            if (
+                "alibi_slopes" not in dict(kind.options)
+                or module_on(in_pages.backend, device).forward_claims.paged_alibi
+            ):
                 assert not differing(part, pages(in_pages, [begun, *small], order)[0]), "pages"
 
     draws()

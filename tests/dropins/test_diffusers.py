@@ -63,7 +63,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[A
         return TORCH_ATTENTION(*arguments, **options)
 
     monkeypatch.setattr(tensor_kinds, "_torch_attention", torchs)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         yield ran, returned
 
 
@@ -440,7 +440,7 @@ def test_threads_and_tasks_choose_their_own_kernels(monkeypatch: pytest.MonkeyPa
     assert ran == {"task math": {"math"}, "task flex": {"flex"}, "math": {"math"}, "flex": {"flex"}} and not returned
 
 
-def test_the_function_of_another_library_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_of_another_library_is_not_replaced() -> None:
     def theirs(*arguments: Any, **options: Any) -> torch.Tensor:
         return TORCH_ATTENTION(*arguments, **options)
 

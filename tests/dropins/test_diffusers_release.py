@@ -99,7 +99,7 @@ def produce(name: str) -> Any:
 def test_a_whole_pipeline_runs_on_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, calls, decoder = PIPELINES[name]
     expected = produce(name)
-    with spied(monkeypatch) as ran, installed():
+    with spied() as ran, installed():
         actual = produce(name)
     assert len(ran) == calls + decoder
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)

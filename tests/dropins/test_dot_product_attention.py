@@ -423,19 +423,17 @@ def test_zero_sizes_give_zeros(empty: str) -> None:
         (18, {"backend": ("sage", "math")}, "math"),
     ],
 )
-def test_the_implementation_argument_chooses_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, dim: int, words: dict[str, Any], ran: str
-) -> None:
+def test_the_implementation_argument_chooses_the_kernel(dim: int, words: dict[str, Any], ran: str) -> None:
     case = build((*SIZES[0][:5], dim))  # a width that no other test has, so that no traced program serves it
     lengths = {name: np.asarray(value, np.int32) for name, value in words.items() if name in LENGTHS}
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         jax.block_until_ready(dot_product_attention(**case.learned, **{**words, **lengths}))
     assert set(seen) == {ran}
 
 
-def test_use_backend_applies_if_no_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_applies_if_no_implementation_is_named() -> None:
     case = build((*SIZES[0][:5], 19))
-    with spied(monkeypatch) as seen, use_backend("math"):
+    with spied() as seen, use_backend("math"):
         jax.block_until_ready(dot_product_attention(**case.learned))
         jax.block_until_ready(dot_product_attention(**case.learned, implementation="xla"))
     assert list(dict.fromkeys(seen)) == ["math", "jax_xla"]

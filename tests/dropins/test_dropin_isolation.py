@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from frameworks import replaced
 from torch_first import torch_first  # noqa: F401 (a fixture)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 import transformers
 from both_frontends import jax_device
 from flax import linen, nnx
-from frameworks import empty_plan_caches
 from transformers.masking_utils import AttentionMaskInterface
 
 import jax_frontend
@@ -138,7 +137,7 @@ def as_numpy(result: Any) -> np.ndarray:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
+def ran() -> Iterator[set[tuple[int, str]]]:
     """(length of the keys, backend) of every forward that runs, in any thread."""
     seen: set[tuple[int, str]] = set()
 
@@ -149,14 +148,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
 
         return run
 
-    for name in backends.names():
-        module: Any = backends.load(name)
-        monkeypatch.setattr(module, "forward", watched(name, module.forward))
-        monkeypatch.setattr(module, "shortcut", lambda spec: None)
-    monkeypatch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
-    empty_plan_caches()
-    yield seen
-    empty_plan_caches()
+    with ExitStack() as stack:
+        for name in backends.names():
+            record = backends.load(name)
+            stack.enter_context(replaced(record, forward=watched(name, record.forward), shortcut=None))
+        yield seen
 
 
 @pytest.fixture

@@ -137,10 +137,10 @@ def with_gradients(function: Any, qkv: Any, options: dict[str, Any]) -> tuple[to
     return out.detach(), [leaf.grad for leaf in leaves]
 
 
-def test_most_of_that_is_ours_and_not_torchs_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_of_that_is_ours_and_not_torchs_own(device: str) -> None:
     q, k, v = tensors(value_dim=5, device=device)
     mask = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool, device=device)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for options in ({}, {"is_causal": True}, {"attn_mask": mask}):
             attention_dispatch(q, k, v, enable_gqa=True, **options)
         attention_dispatch(q[0], k[0], v[0], enable_gqa=True)
@@ -257,9 +257,9 @@ def dual(function: Any, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", unusual())
-def test_the_rest_is_torchs_own(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_is_torchs_own(name: str, device: str) -> None:
     call = unusual(device)[name]
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         check_alike(call)
     assert ran == []
 
@@ -298,10 +298,10 @@ def test_what_torch_refuses_torch_refuses(arguments: dict[str, Any], device: str
 
 
 @pytest.mark.parametrize("off", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
-def test_torchs_own_switches_are_heeded(patched: None, off: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_switches_are_heeded(patched: None, off: str, device: str) -> None:
     q, k, v = (tensor[:, :3, :, :8].contiguous() for tensor in tensors(device=device))
     names = {"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"} - {off}
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         with torch.nn.attention.sdpa_kernel([getattr(torch.nn.attention.SDPBackend, name) for name in names]):
             F.scaled_dot_product_attention(q, k, v)
         assert ran == []
@@ -348,7 +348,7 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
     before, original = step(), F.scaled_dot_product_attention
     F.scaled_dot_product_attention = attention_dispatch
     try:
-        with pytest.MonkeyPatch.context() as patch, spied(patch) as ran:
+        with spied() as ran:
             during = step()
             assert ran
         with attention_provider("_native_math"):
@@ -734,10 +734,10 @@ def test_unknown_words_and_meshes_are_refused() -> None:
         pass
 
 
-def test_blocks_nest_and_the_kernel_is_the_provider_s(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_nest_and_the_kernel_is_the_provider_s(device: str) -> None:
     q, k, v = tensors(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     native, flash = chosen(q, k, v, "native"), chosen(q, k, v, "flash")
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for words in (["_native_math"], ["flex", "_native_flash"], ["flex", "native"], ["native", "flex"]):
             enter(words, lambda: attention_dispatch(q, k, v, enable_gqa=True))
         with attention_provider("flash"), use_backend("math"):
@@ -788,7 +788,7 @@ def test_threads_have_providers_of_their_own() -> None:
     assert finetrainers.stated_provider() is None
 
 
-def test_tasks_have_providers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_have_providers_of_their_own() -> None:
     q, k, v = tensors()
 
     async def run(word: str, ran: list[str]) -> tuple[str, str]:
@@ -802,7 +802,7 @@ def test_tasks_have_providers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     async def all_of_them(ran: list[str]) -> list[tuple[str, str]]:
         return await asyncio.gather(*(run(word, ran) for word in ("_native_math", "flex", "_native_flash")))
 
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         found = dict(asyncio.run(all_of_them(ran)))
     assert found == {"_native_math": "math", "flex": "flex", "_native_flash": "sdpa_flash"}
 
@@ -823,7 +823,7 @@ def test_the_environment_names_the_provider_outside_of_blocks(value: str | None,
 
 def test_the_provider_of_the_environment_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetrainers, "DEFAULT", "_native_math")
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         attention_dispatch(*tensors(device=device), enable_gqa=True)
         with attention_provider("native"):
             attention_dispatch(*tensors(device=device), enable_gqa=True)
@@ -887,7 +887,8 @@ def test_the_hosts_table_on_a_machine_with_everything() -> None:
 
 
 def test_compiled_without_a_break_on_the_provider_of_the_run(
-    patched: None, device: str, monkeypatch: pytest.MonkeyPatch
+    patched: None,
+    device: str,
 ) -> None:
     torch._dynamo.reset()
     q, k, v = tensors(device=device)
@@ -898,7 +899,7 @@ def test_compiled_without_a_break_on_the_provider_of_the_run(
         backend="aot_eager",
     )
     right = expected((q, k, v), bias=ADDED)[0]
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         close(compiled(q, k, v, added), right)
         with attention_provider("flex"):
             close(compiled(q, k, v, added), right)
@@ -1007,11 +1008,11 @@ NAMED = {
 
 @pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
 @both
-def test_the_words_choose_the_kernel_of_attention(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_choose_the_kernel_of_attention(framework: Framework) -> None:
     module = importlib.import_module(f"{framework.frontend.__name__}.finetrainers")
     dtype, named = NAMED[framework.device]
     q = framework.zeros(1, 8, 2, 16, dtype=dtype)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for word in map(AttentionProvider, named):
             with module.attention_provider(word):
                 as_numpy(framework.frontend.attention(q, q, q))
@@ -1025,13 +1026,13 @@ def test_the_words_choose_the_kernel_of_attention(framework: Framework, monkeypa
 
 @pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
 @pytest.mark.parametrize("framework", [JAX, pytest.param(JAX_ON_GPU, marks=pytest.mark.cuda)], ids=str)
-def test_under_jit_the_words_have_functions_traced_anew(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_jit_the_words_have_functions_traced_anew(framework: Framework) -> None:
     from jax_frontend.finetrainers import attention_provider as in_jax
 
     dtype, named = NAMED[framework.device]
     words = [word for word in named if word != "flex"]
     q = framework.zeros(1, 8, 2, 16, dtype=dtype)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         program = jax.jit(lambda q: framework.frontend.attention(q, q, q))
         for word in words:
             with in_jax(word):

@@ -209,7 +209,7 @@ def test_arrays_that_do_not_fit_are_named(place: int) -> None:
 
 
 @pytest.mark.usefixtures("torch_first")
-def test_jit_traces_again_under_another_provider_of_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jit_traces_again_under_another_provider_of_the_same_kernels() -> None:
     """flash and flash_varlen run the same kernels, and read a mask of two axes differently."""
     q, k, v = map(jnp.asarray, numbers(KV_LEN, KV_LEN))
     mask = jnp.asarray(np.tri(KV_LEN, dtype=bool))[:, ::-1]
@@ -218,7 +218,7 @@ def test_jit_traces_again_under_another_provider_of_the_same_kernels(monkeypatch
         program(q, k, v, mask)
     with attention_provider("flash_varlen"), pytest.raises(SpecError, match="takes masks of keys"):
         program(q, k, v, mask)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for block in (attention_provider("_native_math"), attention_provider("native"), use_backend("math")):
             with block:
                 jax.block_until_ready(program(q, k, v, mask))
@@ -227,6 +227,6 @@ def test_jit_traces_again_under_another_provider_of_the_same_kernels(monkeypatch
 
 def test_the_provider_of_the_environment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetrainers, "DEFAULT", "_native_math")
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         jax.block_until_ready(attention_dispatch(*map(jnp.asarray, numbers()), enable_gqa=True))
     assert ran == ["math"]

@@ -671,13 +671,13 @@ def first_runnable_backend(framework: Framework, word: str, arrays: Arrays, dtyp
 
 @both
 def test_a_word_is_a_preference_and_use_backend_is_binding(
-    framework: Framework, monkeypatch: pytest.MonkeyPatch
+    framework: Framework,
 ) -> None:
     plain = [first_runnable_backend(framework, word, numbers(), "float32") for word in WORDS]
     softcap = first_runnable_backend(framework, arguments.SDPA, numbers(), "float32", softcap=2.0)
     if framework.device == "cpu":
         assert ({*plain}, softcap) == ({"sdpa_flash"}, "math")
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for word, name in zip(WORDS, plain, strict=True):
             ran.clear()
             run(framework, numbers(), word)
@@ -722,12 +722,12 @@ def test_every_word_means_the_same_in_bfloat16(framework: Framework, name: str, 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("word", WORDS)
-def test_on_a_gpu_each_word_runs_its_own_kernels(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_each_word_runs_its_own_kernels(word: str) -> None:
     """If they are installed, in the dtype that all of them take."""
     name = first_runnable_backend(TORCH_ON_GPU, word, numbers(), "bfloat16")
     available = {each for each, entry in TORCH.frontend.available_backends().items() if entry.reason is None}
     assert name in arguments.FAMILIES[word] or not available & set(arguments.FAMILIES[word])
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         run(TORCH_ON_GPU, numbers(), word, dtype="bfloat16")
     assert ran == [name]
 
@@ -942,9 +942,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @both
-def test_refused_by_name_before_anything_runs(framework: Framework, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_by_name_before_anything_runs(framework: Framework, name: str) -> None:
     what, error, says = REFUSED[name]
-    with spied(monkeypatch) as ran, pytest.raises(error, match=says) as caught:
+    with spied() as ran, pytest.raises(error, match=says) as caught:
         run(framework, numbers(), **what)
     assert type(caught.value) is error
     assert ran == []

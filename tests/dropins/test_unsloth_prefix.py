@@ -224,11 +224,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @both
-def test_refused_by_name_before_anything_runs(framework: Framework, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_by_name_before_anything_runs(framework: Framework, name: str) -> None:
     groups = LAYOUTS["one group"]
     what, says = REFUSED[name]
     own = {key: framework.array(value) if isinstance(value, np.ndarray) else value for key, value in what.items()}
-    with spied(monkeypatch) as ran, pytest.raises(SpecError, match=says):
+    with spied() as ran, pytest.raises(SpecError, match=says):
         run(framework, groups, arrays(16), **own)
     assert ran == []
 

@@ -122,12 +122,12 @@ def test_checks_can_raise_instead() -> None:
 
 
 def unwritten(*call: Any, into: Any = None) -> Any:
-    """A kernel of ``WRITES_INTO`` that returns the buffers which it was given, and wrote nothing into them."""
+    """A kernel of ``writes_into`` that returns the buffers which it was given, and wrote nothing into them."""
     return into or call[-1]
 
 
 def written(function: Callable[..., Any], operands: int) -> Callable[..., Any]:
-    """A kernel of ``WRITES_INTO`` that is right, and returns tensors of its own."""
+    """A kernel of ``writes_into`` that is right, and returns tensors of its own."""
     return lambda *call, into=None: function(*call[:operands])
 
 
@@ -135,13 +135,10 @@ def written(function: Callable[..., Any], operands: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_checks_see_an_output_that_nobody_wrote(way: str, direction: str) -> None:
     # Only the buffers that we allocate can start as NaN; a kernel that allocates its own output can return anything.
-    module: Any = backends.load("math", "cpu")
-    functions = {"forward": written(module.forward, 2), "backward": written(module.backward, 6)}
+    record: Any = backends.load("math", "cpu")
+    functions = {"forward": written(record.forward, 2), "backward": written(record.backward, 6)}
     functions[direction] = unwritten
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        replaced(patch, module, **functions, WRITES_INTO=True),  # type: ignore[arg-type]
-    ):
+    with replaced(record, **functions, writes_into=("forward", "backward")):
         found = warnings_of(lambda: WAYS[way].run(direction, "math"))
     results = ("out",) if direction == "forward" else ("dq", "dk", "dv")
     for result in results:
@@ -149,18 +146,15 @@ def test_checks_see_an_output_that_nobody_wrote(way: str, direction: str) -> Non
 
 
 def test_a_row_that_a_kernel_leaves_out_is_found() -> None:
-    module: Any = backends.load("math", "cpu")
-    forward = module.forward
+    record: Any = backends.load("math", "cpu")
+    forward = record.forward
 
     def all_but_one_row(spec: Any, inputs: Any, into: Any) -> Any:
         out, lse = forward(spec, inputs)
         into[0][:, :-1] = out[:, :-1]
         return into[0], lse
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        replaced(patch, module, forward=all_but_one_row, WRITES_INTO=True),
-    ):
+    with replaced(record, forward=all_but_one_row, writes_into=("forward", "backward")):
         for way in ("torch eager", "jax eager"):
             (finding,) = warnings_of(lambda way=way: WAYS[way].run("forward", "math"))
             assert re.match(r"out: 48 of 240 values .*first is out\[0, 4, 0, 0\]", finding), finding

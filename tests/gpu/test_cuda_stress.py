@@ -335,18 +335,17 @@ def test_a_jax_device_that_is_not_the_default(backend: str, jax_gpu: Any) -> Non
 
 
 @every_backend
-def test_grad_mode_in_threads_not_created_by_torch(backend: str, jax_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grad_mode_in_threads_not_created_by_torch(backend: str, jax_gpu: Any, replace_fields: Any) -> None:
     """A bridged call builds no graph, whatever the grad mode of the calling thread."""
-    call, module, graphs = JaxCall(small_call("dense"), backend), backends.load(backend, "cuda"), []
-    original: Any = getattr(module, "forward", None)
+    call, record, graphs = JaxCall(small_call("dense"), backend), backends.load(backend, "cuda"), []
+    original = record.forward
 
     def spy(*arguments: Any, **keywords: Any) -> Any:
         results = original(*arguments, **keywords)
         graphs.extend(tensor.requires_grad for tensor in results if tensor is not None)
         return results
 
-    monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(targets, "_callbacks", {})
+    replace_fields(record, forward=spy)
     function = jax.jit(call.function)
     expected = as_numpy(function(*call.qkv))
 

@@ -48,13 +48,12 @@ def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
 
 def _backends_of_dense_calls(names: tuple[str, ...] | None) -> list[str]:
     """The backends without those for keys and values in pages alone, which tests/paged/test_paged.py tests."""
-    modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.names()}
-    return [name for name, module in modules.items() if not module.PAGES_ALONE]
+    return [name for name in names or backends.names() if not backends.load(name).takes_pages_alone]
 
 
 def claims_device(name: str, device: str) -> bool:
     """Whether a backend has a file that claims a kind of device."""
-    claims = module_on(name, device).FORWARD
+    claims = module_on(name, device).forward_claims
     return claims.runs_on(device) or device in map(backends.kind_of, claims.devices)
 
 
@@ -304,7 +303,7 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
 def backends_of(framework: str) -> tuple[str, ...]:
     """The backends of this version whose kernels take a framework's arrays."""
     actual = ((name, backends.load(name)) for name in backends.names())
-    return tuple(name for name, module in actual if module is not None and framework == module.FRAMEWORK)
+    return tuple(name for name, module in actual if module is not None and framework == module.framework)
 
 
 COMPILED_ON_GPUS = ("flash4", "flex", "triton_jvp", "triton_ordered")
@@ -344,8 +343,8 @@ def number_of_draws(backend: str, device: str) -> int:
 def reachable(framework: str, backend: str, device: str) -> str | None:
     """Why a backend cannot be reached from a framework on a device of this machine, or None if it can."""
     where = target(framework, device)
-    if not module_on(backend, device).FORWARD.runs_on(where.device):
+    if not module_on(backend, device).forward_claims.runs_on(where.device):
         return f"{backend} does not claim {where.device}"
-    if framework == "torch" and module_on(backend, device).FRAMEWORK == "jax":
+    if framework == "torch" and module_on(backend, device).framework == "jax":
         return f"{backend} runs in JAX only"
     return dict(where.unavailable).get(backend)

@@ -41,9 +41,8 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
     "attn_core.dropins.flash_attn.documents:slopes_of_tokens": ONE,
-    "attn_core.backends:_module": "backends and kinds of device",
-    "attn_core.backends:_variant": "backends",
-    "attn_core.backends:_variants": ONE,
+    "attn_core.backends:_made_in": "backends and kinds of device",
+    "attn_core.backends:_places": ONE,
     "attn_core.backends:availability": "backends and kinds of device",
     "attn_core.backends:installed_build": "backends and devices",
     "attn_core.backends:load": "backends and kinds of device",

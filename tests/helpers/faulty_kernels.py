@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pytest
 import torch
 from frameworks import JAX, TORCH, as_numpy, replaced
 
@@ -56,13 +55,13 @@ def faulty(
         shortcut: whether eager calls of torch without gradients reach the fault through the backend's shortcut. If not,
             the backend has none.
     """
-    module: Any = backends.load(backend, "cpu")
-    kernel = Kernel(getattr(module, direction), fault, runs)
+    record = backends.load(backend, "cpu")
+    kernel = Kernel(getattr(record, direction), fault, runs)
 
     def offer(spec: Any) -> Any:
         return (lambda *tensors: kernel(spec, Inputs(*tensors))) if shortcut else None
 
-    with pytest.MonkeyPatch.context() as patch, replaced(patch, module, **{direction: kernel, "shortcut": offer}):
+    with replaced(record, **{direction: kernel, "shortcut": offer}):
         yield kernel
 
 

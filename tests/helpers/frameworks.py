@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -89,10 +90,9 @@ def as_numpy(array: Any) -> np.ndarray:
 
 
 @contextmanager
-def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def spied() -> Iterator[list[str]]:
     """The names of the backends whose forward runs in the block, in order.
 
-    Plans hold references to the functions that are replaced here, so the caches of plans are emptied before and after.
     Kernels that XLA launches without Python, from JAX on a GPU, are not seen.
     """
     ran: list[str] = []
@@ -111,34 +111,65 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return offer
 
+    others = {}
     for name in backends.names():
-        module: Any
-        for module in backends.modules(name).values():
-            patch.setattr(module, "forward", watched(name, module.forward))
-            for shortcut in ("shortcut", "paged_shortcut"):
-                if getattr(module, shortcut) is not None:
-                    patch.setattr(module, shortcut, watched_shortcut(name, getattr(module, shortcut)))
-    patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
-    empty_plan_caches()
-    try:
+        for record in backends.records(name).values():
+            seen: dict[str, Any] = {"forward": watched(name, record.forward)}
+            if record.shortcut is not None:
+                seen["shortcut"] = watched_shortcut(name, record.shortcut)
+            if record.pages is not None:
+                seen["pages"] = replace(record.pages, shortcut=watched_shortcut(name, record.pages.shortcut))
+            others[record] = replace(record, **seen)
+    with _exchanged(others, programs=True):
         yield ran
-    finally:
-        empty_plan_caches()
 
 
 @contextmanager
-def replaced(patch: pytest.MonkeyPatch, module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
-    """A backend's module with other functions. No cache keeps anything from before the block or from within it."""
-    programs = module.FRAMEWORK == "jax"
+def replaced(record: backends.Backend, **fields: Any) -> Iterator[None]:
+    """A backend's record with other fields. No cache keeps anything from before the block or from within it."""
+    with _exchanged({record: replace(record, **fields)}, programs=record.framework == "jax"):
+        yield
+
+
+@contextmanager
+def _exchanged(others: dict[backends.Backend, backends.Backend], programs: bool) -> Iterator[None]:
+    """Lets ``load`` return other records in the block."""
+    actual = backends._record
+
+    def record(name: str, kind: str) -> backends.Backend:
+        found = actual(name, kind)
+        return others.get(found, found)
+
     try:
-        with patch.context() as within:
-            within.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
-            for name, function in functions.items():
-                within.setattr(module, name, function, raising=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
+            patch.setattr(backends, "_record", record)
+            _empty_caches_of_records()
             empty_plan_caches(programs)
             yield
     finally:
+        _empty_caches_of_records()
         empty_plan_caches(programs)
+
+
+def _empty_caches_of_records() -> None:
+    """Empties the caches that hold records, or what follows from their fields."""
+    backends.load.cache_clear()
+    caches = {
+        "attn_core.selection.choice": ("_explained",),
+        "attn_core.selection.forward_mode": ("choose",),
+        "attn_core.selection.preference": ("_candidates",),
+        "attn_core.selection.row_maximum": ("choose",),
+        "attn_core.selection.target": ("backend_on",),
+        "jax_frontend.bridge.compiled_lane": ("lane_of",),
+        "jax_frontend.dispatch.max_logit": ("_choice",),
+        "jax_frontend.dispatch.plan": ("_forward_mode",),
+        "torch_frontend.dispatch.forward_mode": ("plan_of",),
+        "torch_frontend.dispatch.max_logit": ("plan_of",),
+    }
+    for module, names in caches.items():
+        for name in names:
+            getattr(import_module(module), name).cache_clear()
 
 
 def empty_plan_caches(programs: bool = True) -> None:

@@ -52,7 +52,7 @@ def not_refused(row: known_bad.Row, name: str, device: str, spec: AttentionSpec)
         runs = backends.load(backend).lower(spec)["operator"]
         return f"{row.name}: {backend} runs {spec} by {operator}" if runs == operator else None
     build = Build(row.package, version=faulty_version(row))
-    target = Target(backends.load(name, backends.kind_of(device)).FRAMEWORK, device, builds=((name, build),))
+    target = Target(backends.load(name, backends.kind_of(device)).framework, device, builds=((name, build),))
     if not any(row.link in why and row.symptom in why for why in choice.refusals(name, spec, target)):
         return f"{row.name}: {name} on {device} does not refuse {spec}"
     return f"{row.name}: automatic choice takes {name}" if choice.explain(spec, target).backend == name else None

@@ -398,7 +398,7 @@ def paged_backends(*devices: str) -> list[tuple[str, str]]:
     for name in backends.names():
         for device in devices or ("cpu", "cuda"):
             module = module_on(name, device)
-            claims = module.FORWARD
+            claims = module.forward_claims
             if claims.paged and (claims.runs_on(device) or device in map(backends.kind_of, claims.devices)):
                 results.append((name, device))
     return results

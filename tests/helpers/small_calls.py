@@ -72,8 +72,7 @@ def small_call(
 def torch_backends() -> tuple[str, ...]:
     """The names of backends with GPU kernels for torch tensors, installed or not; without those for pages alone."""
     actual = {name: backends.load(name, "cuda") for name in backends.names()}
-    torchs = {name: module for name, module in actual.items() if module is not None and module.FRAMEWORK == "torch"}
-    return tuple(name for name, module in torchs.items() if not module.PAGES_ALONE)
+    return tuple(name for name, each in actual.items() if each.framework == "torch" and not each.takes_pages_alone)
 
 
 def most_it_can(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]] | None:

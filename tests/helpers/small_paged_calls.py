@@ -110,9 +110,7 @@ def _wrong(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], lis
 def paged_backends() -> tuple[str, ...]:
     """The names of backends with GPU kernels that claim pages of torch tensors, installed or not."""
     actual = {name: backends.load(name, "cuda") for name in backends.names()}
-    return tuple(
-        name for name, module in actual.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
-    )
+    return tuple(name for name, each in actual.items() if each.framework == "torch" and each.forward_claims.paged)
 
 
 def first_accepted(kind: str, backend: str, device: str = "cuda") -> PagedCall | None:

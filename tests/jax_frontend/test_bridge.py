@@ -51,17 +51,16 @@ def test_two_calls_never_share_a_token(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_kernel_beside_an_exchange_gives_it_a_head_start(monkeypatch, direction):
+def test_a_kernel_beside_an_exchange_gives_it_a_head_start(monkeypatch, replace_fields, direction):
     order, math = [], backends.load("math", "cpu")
     kernel = getattr(math, direction)
     monkeypatch.setattr(bridged_run, "head_start", lambda device: order.append(str(device)))
-    monkeypatch.setattr(math, direction, lambda *given: [order.append("kernel"), kernel(*given)][1])
+    replace_fields(math, **{direction: lambda *given: [order.append("kernel"), kernel(*given)][1]})
     q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.zeros(1, 2, 5)
     gradients = [torch.empty_like(q) for _ in range(3)]
     values = (q, q, q, out, lse) if direction == "forward" else (q, q, q, q, lse, q, *gradients)
     extras = () if direction == "forward" else ("out", "lse", "dout")
     call = CALL._replace(direction=direction, extras=extras)
-    monkeypatch.setattr(targets, "_callbacks", {})  # the programs of this test call the patched kernel
     targets._callback(targets.token_of(call))(values)
     assert order == ["kernel"]
     targets._callback(targets.token_of(call._replace(overlaps_exchange=True)))(values)
@@ -199,17 +198,16 @@ def test_the_callers_torch_state_does_not_reach_the_callback():
         assert np.array_equal(np.asarray(call(q, q, q)), expected)
 
 
-def test_the_kernel_reads_xla_buffers_without_a_copy(monkeypatch):
+def test_the_kernel_reads_xla_buffers_without_a_copy(replace_fields):
     seen = []
-    module = backends.load("math")
-    original = module.forward
+    record = backends.load("math")
+    original = record.forward
 
     def spy(spec, inputs):
         seen.append([tensor.data_ptr() for tensor in inputs[:3]])
         return original(spec, inputs)
 
-    monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(targets, "_callbacks", {})
+    replace_fields(record, forward=spy)
     arrays = [jnp.full((1, 5, 2, 16), float(i)) for i in range(3)]
     spec_call = targets.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
     shapes = (jax.ShapeDtypeStruct(SPEC.out_shape, jnp.float32), jax.ShapeDtypeStruct(SPEC.lse_shape, jnp.float32))
@@ -219,10 +217,10 @@ def test_the_kernel_reads_xla_buffers_without_a_copy(monkeypatch):
 
 
 @pytest.mark.parametrize("holder", ["a cycle of references", "another thread", "somebody for good"])
-def test_a_kernel_may_hold_its_operands_a_little_longer(monkeypatch, holder):
+def test_a_kernel_may_hold_its_operands_a_little_longer(replace_fields, holder):
     """XLA fails a call whose buffers are held. A compiler leaves cycles, and a thread is late."""
-    module, held = backends.load("math", "cpu"), []
-    forward = module.forward
+    record, held = backends.load("math", "cpu"), []
+    forward = record.forward
 
     def holding(spec, inputs):
         kept = [inputs.q.detach()]
@@ -234,8 +232,7 @@ def test_a_kernel_may_hold_its_operands_a_little_longer(monkeypatch, holder):
             threading.Timer(0.01, held.clear).start()
         return forward(spec, inputs)
 
-    monkeypatch.setattr(module, "forward", holding)
-    monkeypatch.setattr(targets, "_callbacks", {})
+    replace_fields(record, forward=holding)
     q = jnp.ones((1, 3, 2, 8))
     program = jax.jit(partial(attention, backend="math", scale=0.123))
     gc.disable()

@@ -28,6 +28,7 @@ import tvm_ffi
 import jax_frontend
 import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain, masks
+from attn_core.backends.contract import Program
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, SCRATCH, Buffer, KernelProgram, KernelStep
@@ -93,11 +94,10 @@ def test_which_backends_have_a_lane() -> None:
 def test_every_torch_backend_has_a_lane_in_jax(kind: str) -> None:
     device, bridged = {"cpu": "cpu", "cuda": "sm90"}[kind], []
     for name in backends.names():
-        module: Any = backends.load(name, kind)
-        if module is not None and module.FRAMEWORK == "torch":
+        if backends.load(name, kind).framework == "torch":
             bridged.append(name)
             (call, *_) = calls_of(name, SPEC, device)
-            why = compiled_lane.static_reasons(call, module)
+            why = compiled_lane.static_reasons(call)
             by_operators = name in ("flash3", "sdpa_cudnn", "sdpa_efficient") or (name, kind) == ("sdpa_flash", "cuda")
             proven = (
                 "calls of operators have been proven on NVIDIA's GPUs only" if by_operators else "proven on sm90 only"
@@ -219,14 +219,12 @@ def backward_program(spec: AttentionSpec, with_dlse: bool, as_one: bool) -> Kern
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_in(monkeypatch: pytest.MonkeyPatch, replace_fields: Any) -> Iterator[None]:
     def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
         return forward_program(spec, as_one) if direction == "forward" else backward_program(spec, with_dlse, as_one)
 
-    backends.load("math")  # it has its optional members from then on
     register = jax_tvm_ffi.register_ffi_target
-    monkeypatch.setattr(math, "program", program, raising=False)
-    monkeypatch.setattr(math, "program_refuses", lambda spec, device: (), raising=False)
+    replace_fields(backends.load("math"), program=Program(make=program))
 
     def with_owners(*given: Any, allow_cuda_graph: bool = False, **options: Any) -> Any:
         return register(*given, **{**options, "pass_owned_tensor": True})  # torch's tensors need owners
@@ -236,6 +234,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     LAUNCHED.clear()
     yield
     empty_caches()
+
+
+def program_of_math() -> Callable[..., KernelProgram]:
+    """What makes the programs of the stand-in."""
+    program = backends.load("math").program
+    assert program is not None
+    return program.make
 
 
 def empty_caches() -> None:
@@ -330,13 +335,13 @@ def test_qkv_in_one_array_stays_one_array() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_operands_are_padded_to_the_buffers_and_results_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = math.program  # type: ignore[attr-defined]
+def test_operands_are_padded_to_the_buffers_and_results_are_cut(replace_fields: Any) -> None:
+    made = program_of_math()
 
     def wide(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
-        return made(replace(spec, head_dim=16, value_dim=16), direction, with_dlse, as_one)  # type: ignore[no-any-return]
+        return made(replace(spec, head_dim=16, value_dim=16), direction, with_dlse, as_one)
 
-    monkeypatch.setattr(math, "program", wide)
+    replace_fields(backends.load("math"), program=Program(make=wide))
     q, k, v, dout = arrays()
     out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, causal=True, backend="math"), q, k, v)
     ours = (out, *pull(dout))
@@ -350,19 +355,20 @@ def test_operands_are_padded_to_the_buffers_and_results_are_cut(monkeypatch: pyt
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("fails", ["program", "compile"])
 def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
-    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fails: str, replace_fields: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*given: Any, **more: Any) -> Any:
         raise TypeError("upstream changed its mind")
 
-    made = math.program  # type: ignore[attr-defined]
+    made = program_of_math()
 
     def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False, **_: Any) -> KernelProgram:
         program = made(spec, direction, with_dlse)
         steps = (program.steps[0]._replace(target="attn_core.stand_in.broken", compile=broken),)
         return program._replace(steps=steps)
 
-    monkeypatch.setattr(math, "program", broken if fails == "program" else half_broken)
+    make = broken if fails == "program" else half_broken
+    replace_fields(backends.load("math"), program=Program(make=make))
     q, k, v, dout = arrays()
     with caplog.at_level("WARNING", "attn_core.compiled_lane"):
         out = jax_frontend.attention(q, k, v, causal=True, backend="math")
@@ -412,23 +418,22 @@ def test_steps_of_context_parallelism_are_programs(strategy: str, layout: str, w
 
 
 @pytest.mark.usefixtures("stand_in", "four_devices")
-def test_a_step_that_python_launches_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_python_launches_says_why(replace_fields: Any) -> None:
     q, k, v, _ = (array[:, :4] for array in arrays())
     where = {"mesh": cpu_meshes.mesh((2,), ("cp",)), "axis_name": "cp", "strategy": "ring", "backend": "math"}
-    for reasons in (("cpu: proven on sm90 only",), None):
-        if reasons is None:
-            monkeypatch.setattr(math, "program_refuses", lambda spec, device: None)
-            reasons = ("it hands out no compiled kernels",)
-        else:
-            monkeypatch.setattr(math, "program_refuses", lambda spec, device: ("cpu: proven on sm90 only",))
+    proven_elsewhere = Program(make=program_of_math(), refuses=lambda spec, device: ("cpu: proven on sm90 only",))
+    for program, reasons in (
+        (proven_elsewhere, ("cpu: proven on sm90 only",)),
+        (None, ("it hands out no compiled kernels",)),
+    ):
+        replace_fields(backends.load("math"), program=program)
         text = str(explain_context_parallel(q, k, v, **where, causal=True))
         assert "backends: math, callback lane" in text and f"math by callback: {reasons[0]}" in text
 
     def broken(*given: Any, **more: Any) -> Any:
         raise TypeError("upstream changed its mind")
 
-    monkeypatch.setattr(math, "program_refuses", lambda spec, device: (), raising=False)
-    monkeypatch.setattr(math, "program", broken)
+    replace_fields(backends.load("math"), program=Program(make=broken))
     text = str(explain_context_parallel(q, k, v, **where, causal=True))
     assert "math by callback: math: TypeError: upstream changed its mind" in text
 

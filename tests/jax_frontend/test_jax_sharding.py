@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ from sharded_calls import (
 
 from attn_core import backends
 from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, paged_attention
-from jax_frontend.bridge import targets
 from jax_frontend.flash_attn import flash_attn_with_kvcache
 
 pytestmark = pytest.mark.sampled
@@ -232,18 +230,17 @@ def test_dropout_drops_the_same_weights_under_any_sharding(mesh, spec):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_device_runs_its_own_part(auto_mesh, backend, monkeypatch):
+def test_each_device_runs_its_own_part(auto_mesh, backend, replace_fields):
     """The kernel sees a quarter of the call; jit without a mesh in the context is enough."""
     seen: list[tuple[int, ...]] = []
-    module: Any = backends.load(backend)
-    forward = module.forward
+    record = backends.load(backend)
+    forward = record.forward
 
     def spy(spec, *rest):
         seen.append((spec.batch, spec.num_heads, spec.num_kv_heads))
         return forward(spec, *rest)
 
-    monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(targets, "_callbacks", {})
+    replace_fields(record, forward=spy)
     whole = (normal(seed, 2, 7, heads, 5) for seed, heads in enumerate((4, 2, 2)))
     arrays = place(auto_mesh, whole, (P("data", None, "model"),) * 3)
     jax.jit(partial(attention, backend=backend))(*arrays).block_until_ready()
@@ -252,14 +249,14 @@ def test_each_device_runs_its_own_part(auto_mesh, backend, monkeypatch):
         assert seen == [(1, 2, 1)] * 4
 
 
-def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh, monkeypatch):
-    module: Any = backends.load("math")
-    refuses = module.refuses
+def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh, replace_fields):
+    record = backends.load("math")
+    refuses = record.refuses
 
     def no_odd_batch(spec, *rest):
         return (*refuses(spec, *rest), *(["batch=1: planted"] if spec.batch == 1 else []))
 
-    monkeypatch.setattr(module, "refuses", no_odd_batch)
+    replace_fields(record, refuses=no_odd_batch)
     arrays = place(auto_mesh, (normal(seed, 2, 3, 2, 5) for seed in range(3)), (P("data"),) * 3)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"sharding: expected a part that math can run.*batch=1: planted"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from both_frontends import judge
+from frameworks import replaced
 from jax.sharding import PartitionSpec as P
 from own_process import in_its_own_process
 from spec_strategies import make_call
@@ -78,7 +79,7 @@ def fresh_plans():
     empty_caches()
 
 
-def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
+def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, replace_fields):
     """Like cuDNN through jax.nn: its forward gives no log-sum-exp and its backward needs none."""
     xla = backends.load("jax_xla", "cpu")
     forward, gradients, seen = xla.forward, xla.backward, []
@@ -91,9 +92,8 @@ def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
         return gradients(spec, inputs, *forward(spec, inputs), dout, None)
 
     expected = jax.value_and_grad(partial(loss, causal=True, backend="jax_xla"), argnums=(0, 1, 2))(*arrays)
-    monkeypatch.setattr(xla, "FORWARD", replace(xla.FORWARD, lse=False, lse_gradient=False))
-    monkeypatch.setattr(xla, "forward", without)
-    monkeypatch.setattr(xla, "backward", backward)
+    claims = replace(xla.forward_claims, lse=False, lse_gradient=False)
+    replace_fields(xla, forward_claims=claims, forward=without, backward=backward)
     fresh_plans()
     plain = partial(loss, causal=True, backend="jax_xla")
     close(plain(*arrays), expected[0])
@@ -408,9 +408,9 @@ def test_a_program_keeps_its_loops_without_jit(arrays):
 
 
 @contextmanager
-def counted_runs(monkeypatch, backend="math"):
+def counted_runs(backend="math"):
     """Counts the runs of both halves of a torch kernel."""
-    module, runs = backends.load(backend), Counter()
+    record, runs = backends.load(backend), Counter()
 
     def watched(half, function):
         def run(*arguments):
@@ -419,14 +419,12 @@ def counted_runs(monkeypatch, backend="math"):
 
         return run
 
-    for half in ("forward", "backward"):
-        monkeypatch.setattr(module, half, watched(half, getattr(module, half)))
-    monkeypatch.setattr(targets, "_callbacks", {})
-    yield runs
+    with replaced(record, **{half: watched(half, getattr(record, half)) for half in ("forward", "backward")}):
+        yield runs
 
 
 @pytest.mark.parametrize("policy, forwards", [(None, 6), (NAMED, 3)], ids=["all again", "out and lse saved"])
-def test_remat_runs_the_forward_again_unless_its_results_are_saved(arrays, monkeypatch, policy, forwards):
+def test_remat_runs_the_forward_again_unless_its_results_are_saved(arrays, policy, forwards):
     _, k, v = arrays
 
     def layer(q, _):
@@ -437,7 +435,7 @@ def test_remat_runs_the_forward_again_unless_its_results_are_saved(arrays, monke
 
     expected = jax.block_until_ready(jax.value_and_grad(partial(network, layer))(arrays[0]))
     step = jax.jit(jax.value_and_grad(partial(network, jax.checkpoint(layer, policy=policy))))
-    with counted_runs(monkeypatch) as runs:
+    with counted_runs() as runs:
         close(jax.block_until_ready(step(arrays[0])), expected)
     assert runs == {"forward": forwards, "backward": 3}
 
@@ -581,10 +579,10 @@ def test_forward_mode_of_one_array_and_of_documents():
         close(moved, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_backend_with_forward_mode_alone_has_no_reverse_mode(arrays, monkeypatch, fresh_plans):
+def test_a_backend_with_forward_mode_alone_has_no_reverse_mode(arrays, replace_fields, fresh_plans):
     """As ``triton_jvp`` on a GPU."""
     q, k, v = arrays
-    monkeypatch.setattr(backends.load("math"), "BACKWARD", None)
+    replace_fields(backends.load("math"), backward_claims=None)
     fresh_plans()
     calls = (partial(attention, k=k, v=v, scale=0.123, backend=name) for name in ("math", "jax_xla"))
     actual, expected = (jax.jvp(call, (q,), (q,)) for call in calls)

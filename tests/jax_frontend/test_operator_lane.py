@@ -189,7 +189,7 @@ def _backward(
 
 KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
 """torch's own kernel on the CPU, completed as the kernels on a GPU are: widths, sinks, the gradient of lse."""
-FUNCTIONS = operator_program.Functions(partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL))
+FUNCTIONS = operator_recorder.Functions(partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL))
 
 
 def in_xla(step: Any, results: Any, *operands: Any) -> Any:
@@ -324,7 +324,7 @@ def test_torchs_kernels_are_recorded_in_both_directions(
     monkeypatch.setattr("attn_core.backends.sdpa_cudnn.backend.zero_for_empty_rows", lambda: True)
     spec = replace(SPEC, **changes)
     for direction in ("forward", "backward"):
-        program = module.program(replace(spec, needs_backward=direction == "backward"), direction)
+        program = module.BACKEND.program.make(replace(spec, needs_backward=direction == "backward"), direction)
         kernel, backward = (op.name() for op in module._kernels())
         words_of(program, backward if direction == "backward" else kernel)
         names = [program.buffers[at].name for at in program.steps[0].writes]
@@ -447,7 +447,7 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
 
 def test_a_paged_program_gets_sinks_in_float32() -> None:
     arrays = {"k_scales": jnp.zeros((4, 16, 1)), "sinks": jnp.zeros(4, jnp.bfloat16)}
-    operands = splitkv.program_operands(SPEC, arrays)
+    operands = splitkv.BACKEND.program.operands(SPEC, arrays)
     assert operands.keys() == {"sinks"} and operands["sinks"].dtype == "float32"
 
 

@@ -56,7 +56,7 @@ def claims_or_skip(framework: str, backend: str, device: str) -> Any:
     """The backend's claims; skips with the reason if the backend cannot be reached from here."""
     if reason := reachable(framework, backend, device):
         pytest.skip(reason)
-    return module_on(backend, device).FORWARD
+    return module_on(backend, device).forward_claims
 
 
 def call_or_skip(framework: str, backend: str, device: str, *lengths: Any, **fields: Any) -> PagedCall:
@@ -98,7 +98,7 @@ def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("backend", "device"), CLAIMED)
 def test_every_claimed_dtype_matches_the_reference(backend: str, device: str, dtype: str) -> None:
-    framework = module_on(backend, device).FRAMEWORK
+    framework = module_on(backend, device).framework
     call = call_or_skip(framework, backend, device, (9, 300, 1, 0), (2, 7, 1, 0), dtype=dtype, return_lse=True)
     assert conforms(framework, call, backend, device)
 
@@ -116,12 +116,12 @@ def test_automatic_choice(device: str, framework: str) -> None:
 
 
 @settings(max_examples=30)
-@given(st.one_of(paged_signatures(module_on("math", "cpu").FORWARD)))
+@given(st.one_of(paged_signatures(module_on("math", "cpu").forward_claims)))
 def test_math_gives_both_frameworks_the_same_bits(call: PagedCall) -> None:
     assert same_bits(run("torch", call, "math"), run("jax", call, "math")) == []
 
 
-@given(paged_calls(module_on("math", "cpu").FORWARD))
+@given(paged_calls(module_on("math", "cpu").forward_claims))
 def test_the_frontend_builds_the_spec_of_a_call(call: PagedCall) -> None:
     assert explained("torch", call).spec == call.spec
 
@@ -150,8 +150,8 @@ def test_explain_has_a_reason_for_every_backend_except_the_selected_one(device: 
     where = target(framework, device)
     for name in backends.names():
         module = module_on(name, device)
-        reachable_without_pages = framework == module.FRAMEWORK and not explain(plain(), where).reasons(name)
-        if reachable_without_pages and not module.FORWARD.paged:
+        reachable_without_pages = framework == module.framework and not explain(plain(), where).reasons(name)
+        if reachable_without_pages and not module.forward_claims.paged:
             reasons = selection.reasons(name)
             assert any(why.startswith("keys and values in pages of 4: ") for why in reasons), (name, reasons)
     assert f"{selection.backend}" in str(selection)
@@ -169,7 +169,7 @@ def test_a_backend_without_pages_is_refused_with_its_reason(framework: str) -> N
         run(framework, make_paged((5, 2), (3, 2)), "flex")
 
 
-def test_use_backend_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_chooses_the_backend() -> None:
     call = make_paged((5, 2), (3, 2))
     expected = {name: run("jax", call, name) for name in ("math", "jax_xla")}
     for name in expected:
@@ -452,7 +452,7 @@ LIED_TO = [  # of JAX's own backends below: an array of JAX is no slice of anoth
     for lie in LIES
     for new in (None, (4, 1, 3))
     if entry.values[1] == "cuda"
-    and module_on(*entry.values).FRAMEWORK == "torch"
+    and module_on(*entry.values).framework == "torch"
     and (new or "cu_seqlens_q" not in LIES[lie] or len(LIES[lie]) > 1)
 ]
 
@@ -546,16 +546,17 @@ FAULTS: dict[str, Any] = {
 
 
 @contextmanager
-def planted_fault(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: Any) -> Iterator[None]:
+def planted_fault(backend: str, device: str, fault: Any) -> Iterator[None]:
     """A backend that misreads its calls."""
-    module = module_on(backend, device)
-    forward = module.forward
+    record = module_on(backend, device)
+    forward = record.forward
 
     def misreading(spec: Any, inputs: Any, *into: Any) -> Any:  # backends that gather call themselves on dense keys
         return forward(*(fault(spec, inputs) if spec.paged else (spec, inputs)), *into)
 
     # Without its shortcut torch's calls take the forward, too.
-    with replaced(monkeypatch, module, forward=misreading, paged_shortcut=lambda spec: None):
+    pages = record.pages and replace(record.pages, shortcut=lambda spec: None)
+    with replaced(record, forward=misreading, pages=pages):
         yield
 
 
@@ -569,26 +570,24 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("backend", "device", "name"), PLANTED)
-def test_planted_faults_are_caught(backend: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    framework = module_on(backend, device).FRAMEWORK
+def test_planted_faults_are_caught(backend: str, device: str, name: str) -> None:
+    framework = module_on(backend, device).framework
     peaked = {"scale": 1.0, "softcap": 20.0, "window": 9, "dtype": "float32" if device == "cpu" else "float16"}
     if peaked["dtype"] not in claims_or_skip(framework, backend, device).dtypes:
-        peaked["dtype"] = module_on(backend, device).FORWARD.dtypes[0]
+        peaked["dtype"] = module_on(backend, device).forward_claims.dtypes[0]
     call = call_or_skip(framework, backend, device, (23, 21), (7, 5), return_lse=True, **peaked)
     call = without_answers(call)  # a NaN would show with any bound
-    with planted_fault(monkeypatch, backend, device, FAULTS[name]):
+    with planted_fault(backend, device, FAULTS[name]):
         verdict = judge(call, run(framework, call, backend, device))
     assert {quantity.name for quantity in verdict.quantities if quantity.use > 1} == {"out", "lse"}, verdict
     healthy = judge(call, run(framework, call, backend, device))
     assert healthy.ok, healthy
 
 
-def test_one_token_too_many_reads_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_too_many_reads_nan() -> None:
     """The NaN behind the end of a sequence shows in the result."""
     call = make_paged((5, 6), (2, 2), causal=False)
-    with planted_fault(
-        monkeypatch, "math", "cpu", lambda spec, inputs: (spec, inputs._replace(seq_lens=inputs.seq_lens + 1))
-    ):
+    with planted_fault("math", "cpu", lambda spec, inputs: (spec, inputs._replace(seq_lens=inputs.seq_lens + 1))):
         assert np.isnan(run("torch", call, "math")["out"]).any()
 
 
@@ -603,10 +602,10 @@ def test_shared_pages_are_read_by_both(framework: Framework) -> None:
         assert judge(call, run(framework.name, call, backend, framework.device)).ok
 
 
-def test_the_explained_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_explained_backend_runs() -> None:
     call = make_paged((5, 2), (3, 2))
     empty_plan_caches(programs=False)
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         run("torch", call)
     empty_plan_caches(programs=False)
     assert ran[0] == explained("torch", call).backend

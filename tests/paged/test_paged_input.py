@@ -406,10 +406,10 @@ def test_the_unchanged_calls_run() -> None:
 
 
 @pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
-def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad) -> None:
     given = arguments(framework, case, good(framework))
     empty_plan_caches(programs=False)
-    with spied(monkeypatch) as ran, pytest.raises(case.error, match=case.says) as refused:
+    with spied() as ran, pytest.raises(case.error, match=case.says) as refused:
         called(framework, "paged_attention", given)
     assert refused.type is case.error
     assert ran == []

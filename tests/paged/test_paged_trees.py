@@ -45,7 +45,7 @@ pytestmark = pytest.mark.sampled
 CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")
     for name, device in paged_backends()
-    if module_on(name, device).FORWARD.key_ranges
+    if module_on(name, device).forward_claims.key_ranges
 ]
 HALF = {"dtype": "float16", "head_dim": 64, "value_dim": 64}
 

@@ -28,7 +28,7 @@ from attn_core.paged.quantised import numbers
 pytestmark = pytest.mark.sampled
 
 HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}
-CLAIMS = load("math", "cpu").FORWARD
+CLAIMS = load("math", "cpu").forward_claims
 TORCH, JAX = ("math", "sdpa_flash"), ("math", "sdpa_flash", "jax_xla")
 
 
@@ -345,7 +345,7 @@ def test_specs_of_quantised_pages() -> None:
 def test_other_backends_refuse_by_name() -> None:
     readers = set()
     for name in names():
-        claims = load(name, "cuda").FORWARD if name != "sdpa_flash" else load(name, "cpu").FORWARD
+        claims = load(name, "cuda").forward_claims if name != "sdpa_flash" else load(name, "cpu").forward_claims
         if claims.page_dtypes:
             readers.add(name)
             assert claims.paged and set(claims.page_dtypes) == set(BITS)

@@ -186,7 +186,7 @@ def test_sequences_of_unequal_lengths_have_several_rounds() -> None:
 def test_the_number_of_splits_depends_only_on_shapes() -> None:
     """Only the spec and the device decide, so equal calls give equal bits."""
     assert triton_splitkv.splits(spec_of(), 132) == triton_splitkv.splits(spec_of(), 132)
-    assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKWARD is None
+    assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKEND.backward_claims is None
 
 
 @pytest.mark.parametrize(

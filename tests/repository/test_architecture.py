@@ -270,7 +270,7 @@ def test_every_backend_is_described_without_a_framework() -> None:
 from attn_core import backends
 for name in backends.names():
     backend = backends.load(name)
-    assert backend.FORWARD.kernel and backend.REQUIRES and backend.FRAMEWORK in ("torch", "jax"), name
+    assert backend.forward_claims.kernel and backend.requires and backend.framework in ("torch", "jax"), name
 {LOADED}"""
     done = python(code)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from frameworks import replaced
 from typer.testing import CliRunner
 
 from attn_core import backends
@@ -41,15 +42,10 @@ def test_support_page_shows_every_claim() -> None:
 
 
 def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stub:
-        FRAMEWORK, REQUIRES = "torch", "stub>=1"
-        FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), window=True, causal=True)
-        FORWARD_MODE = None
-        BACKWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), causal=True)
-
+    backward = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), causal=True)
     monkeypatch.setattr(backends, "names", lambda: ("math",))
-    monkeypatch.setattr(backends, "load", lambda name, kind="cpu": Stub)
-    lines = render().splitlines()
+    with replaced(backends.load("math"), forward_claims=replace(backward, window=True), backward_claims=backward):
+        lines = render().splitlines()
     titles = next(line for line in lines if "`causal`" in line).split(" | ")
     cells = dict(zip(titles, next(line for line in lines if line.startswith("| `math` |")).split(" | "), strict=True))
     assert (cells["`window`"], cells["`causal`"], cells["boolean `mask`"]) == ("forward", "✓", "—")
@@ -68,18 +64,18 @@ def test_the_page_of_gpus_agrees_with_the_claims(device: devices.Device) -> None
     shown = {row[0].strip("`"): "—" if column is None else row[column] for row in rows[1:]}
     for name in backends.names():
         backend = backends.load(name, backends.kind_of(device.name))
-        if not backend.FORWARD.runs_on(device.name):
+        if not backend.forward_claims.runs_on(device.name):
             assert shown[name] == "—"
-        if backend.BACKWARD is None:
+        if backend.backward_claims is None:
             assert "✓" not in shown[name]
-        if backend.FORWARD.approximate or backend.FORWARD.unproven:
+        if backend.forward_claims.approximate or backend.forward_claims.unproven:
             assert shown[name] == "—" or shown[name].startswith("(")
 
 
 def test_the_page_of_gpus_installs_what_the_backends_need() -> None:
     for name, command in devices.PACKAGES.items():
         package = command.removeprefix("pip install ").strip("'").split(" ")[0].split(">")[0]
-        assert package in backends.load(name).REQUIRES
+        assert package in backends.load(name).requires
 
 
 def test_pages_are_written_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

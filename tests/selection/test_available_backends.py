@@ -35,6 +35,7 @@ def empty_caches() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
+    """``replace_fields`` is undone before the caches are emptied."""
     empty_caches()
     yield
     empty_caches()
@@ -78,14 +79,14 @@ def test_the_reasons_of_unavailable_backends() -> None:
 @pytest.mark.parametrize("error", BREAKS.values(), ids=BREAKS)
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_a_broken_import_makes_only_that_backend_unavailable(
-    framework: Framework, error: Exception, patch: pytest.MonkeyPatch
+    framework: Framework, error: Exception, replace_fields: Any
 ) -> None:
     whole = framework.frontend.available_backends()
-    module: Any = backends.load("sdpa_flash")
-    patch.setattr(module, "probe", breaking(error))
+    record = backends.load("sdpa_flash")
+    replace_fields(record, probe=breaking(error))
     empty_caches()
     broken = framework.frontend.available_backends()
-    reason = f"not available: {type(error).__name__}: {error} (needs {module.REQUIRES})"
+    reason = f"not available: {type(error).__name__}: {error} (needs {record.requires})"
     assert broken["sdpa_flash"] == (None, reason)
     assert {name: entry for name, entry in broken.items() if name != "sdpa_flash"} == {
         name: entry for name, entry in whole.items() if name != "sdpa_flash"
@@ -94,8 +95,8 @@ def test_a_broken_import_makes_only_that_backend_unavailable(
 
 @pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framework, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))
+def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framework, replace_fields: Any) -> None:
+    replace_fields(backends.load("sdpa_flash"), probe=breaking(BREAKS["missing library"]))
     empty_caches()
     call = {name: framework.zeros(1, 3, 2, 5) for name in "qkv"}
     actual = framework.frontend.explain(**call)
@@ -109,9 +110,9 @@ def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framewor
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_with_everything_broken_the_error_lists_everything(framework: Framework, patch: pytest.MonkeyPatch) -> None:
+def test_with_everything_broken_the_error_lists_everything(framework: Framework, replace_fields: Any) -> None:
     for name in backends.names():
-        patch.setattr(backends.load(name), "probe", breaking(OSError(f"{name} is broken")))
+        replace_fields(backends.load(name), probe=breaking(OSError(f"{name} is broken")))
     empty_caches()
     assert all(entry.reason for entry in framework.frontend.available_backends().values())
     with pytest.raises(NotImplementedError, match=r"^no backend can run this call") as caught:
@@ -134,10 +135,10 @@ def test_without_the_bridge_jax_runs_its_own_operations(patch: pytest.MonkeyPatc
     assert TORCH.frontend.available_backends()["math"].reason is None
 
 
-def test_choosing_imports_no_backends_of_other_devices(patch: pytest.MonkeyPatch) -> None:
+def test_choosing_imports_no_backends_of_other_devices(replace_fields: Any) -> None:
     """A call on one device must neither wait for nor fail with the kernels of another device."""
-    patch.setattr(backends.load("sdpa_flash"), "probe", breaking(AssertionError("imported")))
-    patch.setattr(backends.load("flash2"), "probe", breaking(AssertionError("imported")))
+    for name in ("sdpa_flash", "flash2"):
+        replace_fields(backends.load(name), probe=breaking(AssertionError("imported")))
     empty_caches()
     assert "imported" not in dict(Target.here("torch", "sm90").unavailable).get("sdpa_flash", "")
     assert "flash2" not in dict(Target.here("torch", "cpu").unavailable)
@@ -145,9 +146,9 @@ def test_choosing_imports_no_backends_of_other_devices(patch: pytest.MonkeyPatch
     assert "imported" in dict(Target.here("torch", "cpu").unavailable)["sdpa_flash"]
 
 
-def test_each_backend_is_probed_once(patch: pytest.MonkeyPatch) -> None:
+def test_each_backend_is_probed_once(replace_fields: Any) -> None:
     calls = []
-    patch.setattr(backends.load("math"), "probe", lambda: calls.append(1) or "1.0")
+    replace_fields(backends.load("math"), probe=lambda: calls.append(1) or "1.0")
     empty_caches()
     for _ in range(3):
         assert TORCH.frontend.available_backends()["math"].version == "1.0"

@@ -36,8 +36,8 @@ def chosen(framework: Framework, **options: Any) -> str | None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    with spied(monkeypatch) as names:
+def ran() -> Iterator[list[str]]:
+    with spied() as names:
         yield names
 
 

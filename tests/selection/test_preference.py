@@ -400,7 +400,7 @@ def test_shipped_tables_hold_only_known_exact_backends(path: Path) -> None:
     for models in table.models.values():
         for name, model in models.items():
             backend = backends.load(name, backends.kind_of(device))
-            assert not backend.FORWARD.approximate and not backend.FORWARD.unproven
+            assert not backend.forward_claims.approximate and not backend.forward_claims.unproven
             assert model.error < 1
 
 

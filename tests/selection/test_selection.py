@@ -310,7 +310,8 @@ def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("device", ["cpu", "sm90"])
 def test_approximate_backends_are_never_chosen_automatically(framework: str, device: str) -> None:
-    rough = [name for name in backends.names() if backends.load(name, backends.kind_of(device)).FORWARD.approximate]
+    kind = backends.kind_of(device)
+    rough = [name for name in backends.names() if backends.load(name, kind).forward_claims.approximate]
     assert not set(rough) & set(backends.PREFERENCE[framework, backends.kind_of(device)])
     half = replace(SPEC, dtype="bfloat16", head_dim=64, value_dim=64, kv_len=64, q_len=64)
     everything_else_missing = tuple((name, "gone") for name in backends.names() if name not in rough)
@@ -328,7 +329,7 @@ UNPROVEN = {"cuda": _NEVER_RUN, "rocm": {"flash2", "sdpa_flash"}}
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "rocm", "tpu", "mps"])
 def test_no_unproven_backend_is_in_any_preference(kind: str) -> None:
-    modules = {name: backends.load(name, kind).FORWARD for name in backends.names()}
+    modules = {name: backends.load(name, kind).forward_claims for name in backends.names()}
     kinds = {name: {*map(backends.kind_of, claims.devices)} for name, claims in modules.items()}
     unproven = {name for name, claims in modules.items() if claims.unproven and kind in kinds[name]}
     assert unproven == UNPROVEN.get(kind, set())

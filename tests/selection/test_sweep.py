@@ -52,8 +52,8 @@ def test_a_quick_sweep_on_the_cpu_measures_every_case(raw: dict[str, Any]) -> No
             assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
 
 
-def test_a_time_of_another_kernel_than_the_model_s_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.load("math"), "modelled", lambda spec: False)
+def test_a_time_of_another_kernel_than_the_model_s_is_marked(replace_fields: Any) -> None:
+    replace_fields(backends.load("math"), modelled=lambda spec: False)
     measured = Sweep("cpu", 1, names=NAMES)
     assert measured.run(QUICK[:1], None, nothing)
     for record in measured.raw["cases"]:

@@ -98,27 +98,27 @@ def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_both_passes_run_the_same_kernel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_passes_run_the_same_kernel(door: str) -> None:
     def layer(x: Tensor) -> Tensor:
         return DOORS[door](x, True)
 
-    with use_backend("flex", "math"), spied(monkeypatch) as ran:
+    with use_backend("flex", "math"), spied() as ran:
         actual = gradient(lambda x: checkpoint(layer, x, use_reentrant=True))
         assert set(ran) == {"math"}
         assert torch.equal(actual, gradient(layer))
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_inference_may_choose_kernels_without_a_backward(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with use_backend("flex", "math"), spied(monkeypatch) as ran, torch.no_grad():
+def test_inference_may_choose_kernels_without_a_backward(door: str) -> None:
+    with use_backend("flex", "math"), spied() as ran, torch.no_grad():
         DOORS[door](torch.randn(2, TOKENS, HEADS * HEAD_DIM), False)
     assert set(ran) == {"flex"}
 
 
-def test_a_layer_in_training_mode_may_name_a_kernel_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_in_training_mode_may_name_a_kernel_without_a_backward() -> None:
     """As long as no gradient is required: a module is in training mode until it is switched to evaluation."""
     q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
-    with spied(monkeypatch) as ran, torch.no_grad():
+    with spied() as ran, torch.no_grad():
         out, lse = attention_of_layer(q, q, q, trains=True, backend="flex", causal=True, return_lse=True)
     assert ran == ["flex"]
     right, lse_right = attention(q, q, q, backend="math", causal=True, return_lse=True)
@@ -140,12 +140,12 @@ def test_a_refusal_is_found_once(backend: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_frozen_layers_choose_the_same_with_and_without_gradients(
-    recorded: bool, monkeypatch: pytest.MonkeyPatch
+    recorded: bool,
 ) -> None:
     """q, k and v of a layer without adapters require no gradient in the second pass either."""
     q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
     bias = torch.zeros(1, HEADS, TOKENS, TOKENS).requires_grad_()
-    with spied(monkeypatch) as ran, torch.set_grad_enabled(recorded):
+    with spied() as ran, torch.set_grad_enabled(recorded):
         attention_of_layer(q, q, q, trains=True, backend=("flex", "math"))
         attention_of_layer(q, q, q, trains=True, backend=("flex", "math"), bias=bias)
     assert ran == ["math", "math"]

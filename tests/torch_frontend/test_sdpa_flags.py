@@ -53,8 +53,8 @@ def switched_off(kind: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_point_heeds_a_block_and_forgets_it_after(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with spied(monkeypatch) as ran:
+def test_every_entry_point_heeds_a_block_and_forgets_it_after(entry: str) -> None:
+    with spied() as ran:
         call = ENTRIES[entry]()
         call()
         usual = ran.copy()
@@ -68,13 +68,13 @@ def test_every_entry_point_heeds_a_block_and_forgets_it_after(entry: str, monkey
         assert ran[2:] == usual
 
 
-def test_a_block_inside_a_compiled_function_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_inside_a_compiled_function_counts() -> None:
     def step(q: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             inside = attention(q, q, q)
         return inside + attention(q, q, q)
 
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         q = Q.clone().requires_grad_()
         out = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
         out.sum().backward()
@@ -119,9 +119,9 @@ def test_a_backend_by_name_contradicts_the_block() -> None:
         assert attention(Q, Q, Q, backend=("sdpa_flash", "math")).shape == Q.shape  # the first that can
 
 
-def test_priority_orders_the_listed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priority_orders_the_listed_kernels() -> None:
     kernels = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         for order in (kernels, kernels[::-1]):
             with sdpa_kernel(order, set_priority=True):
                 attention(Q, Q, Q)
@@ -130,8 +130,8 @@ def test_priority_orders_the_listed_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran == ["math", "sdpa_flash", "sdpa_flash"]
 
 
-def test_a_switch_excludes_its_own_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with spied(monkeypatch) as ran:
+def test_a_switch_excludes_its_own_kernel_alone() -> None:
+    with spied() as ran:
         with switched_off("flash"):
             attention(Q, Q, Q)
             selection = explain(Q, Q, Q)

@@ -257,7 +257,9 @@ def test_export(name: str, entry: Entry, device: str) -> None:
 @every_entry
 @on_gpus
 def test_checkpointing_runs_the_same_backend_twice(
-    entry: Entry, device: str, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    entry: Entry,
+    device: str,
+    use_reentrant: bool,
 ) -> None:
     def call(*tensors: Tensor) -> Tensor:
         return checkpoint(entry.call, *tensors, use_reentrant=use_reentrant, **blocks)
@@ -270,7 +272,7 @@ def test_checkpointing_runs_the_same_backend_twice(
         return
     if device == "cuda" and entry.provider != "native":  # the second pass runs in autograd's own thread
         blocks["context_fn"] = lambda: (attention_provider(entry.provider), attention_provider(entry.provider))
-    with spied(monkeypatch) as ran:
+    with spied() as ran:
         assert equal(trained(call, tensors, entry.learns), expected)
     assert len(ran) == 1 + entry.learns and len(set(ran)) == 1
     if not blocks:  # compiled code cannot enter hooks

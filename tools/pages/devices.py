@@ -129,7 +129,7 @@ def runs(name: str, device: Device, call: str) -> bool:
 
 
 def _target(name: str, device: Device) -> Target:
-    return Target(backends.load(name).FRAMEWORK, device.name)
+    return Target(backends.load(name).framework, device.name)
 
 
 def _order(target: Target, call: str) -> tuple[str, ...]:

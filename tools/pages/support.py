@@ -74,9 +74,9 @@ attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --devi
 
 def render() -> str:
     """Returns the whole page as Markdown."""
-    modules = built()
-    features = [f"## {title}\n\n{_features(modules, group)}" for title, group in GROUPS.items()]
-    sections = [HEAD, *features, "## Limits\n\n" + _limits(modules), _preference()]
+    named = built()
+    features = [f"## {title}\n\n{_features(named, group)}" for title, group in GROUPS.items()]
+    sections = [HEAD, *features, "## Limits\n\n" + _limits(named), _preference()]
     return "\n".join(sections)
 
 
@@ -85,21 +85,21 @@ def built() -> dict[str, Backend]:
     return {
         f"`{name}`" + (f" ({kind})" if kind else ""): backend
         for name in backends.names()
-        for kind, backend in backends.modules(name).items()
+        for kind, backend in backends.records(name).items()
     }
 
 
-def _features(modules: dict[str, Backend], group: dict[str, str]) -> str:
+def _features(named: dict[str, Backend], group: dict[str, str]) -> str:
     rows = [["backend", *group.values()]]
-    for name, backend in modules.items():
+    for name, backend in named.items():
         rows.append([name, *(cell(backend, claim) for claim in group)])
     return table_of(rows)
 
 
 def cell(backend: Backend, claim: str) -> str:
     """Returns BOTH, FORWARD_ONLY or NONE for a claim of a backend."""
-    forward = _claims(backend.FORWARD, claim)
-    backward = backend.BACKWARD is not None and _claims(backend.BACKWARD, claim)
+    forward = _claims(backend.forward_claims, claim)
+    backward = backend.backward_claims is not None and _claims(backend.backward_claims, claim)
     if claim in ("bias_gradient", "aux_gradients", "lse_gradient"):  # these are claims about the backward alone
         return BOTH if backward else NONE
     return BOTH if forward and backward else FORWARD_ONLY if forward else NONE
@@ -112,23 +112,23 @@ def _claims(support: Support, claim: str) -> bool:
     return bool(getattr(support, claim))
 
 
-def _limits(modules: dict[str, Backend]) -> str:
+def _limits(named: dict[str, Backend]) -> str:
     rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments"]]
     rows[0] += ["backward", "forward mode"]
-    for name, backend in modules.items():
-        forward = backend.FORWARD
+    for name, backend in named.items():
+        forward = backend.forward_claims
         rows.append(
             [
                 name,
                 forward.kernel,
-                backend.FRAMEWORK,
-                f"`{backend.REQUIRES}`",
+                backend.framework,
+                f"`{backend.requires}`",
                 ", ".join(forward.devices),
                 ", ".join(forward.dtypes),
                 head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
-                "yes" if backend.BACKWARD is not None else "no",
-                "yes" if backend.FORWARD_MODE is not None else "no",
+                "yes" if backend.backward_claims is not None else "no",
+                "yes" if backend.forward_mode is not None else "no",
             ]
         )
     return table_of(rows)

@@ -62,8 +62,9 @@ def plan_of(
     if spec.empty:
         return TangentPlan(spec, backend, None, one_row)
     assert metadata[0] is not None
-    jvp = backends.load(backend, target.kind).jvp
-    return TangentPlan(spec, backend, on_device(jvp, metadata[0][2]), one_row)
+    own = backends.load(backend, target.kind).forward_mode
+    assert own is not None, "the choice is among backends that have one"
+    return TangentPlan(spec, backend, on_device(own.jvp, metadata[0][2]), one_row)
 
 
 def tangents_of(how: OpOptions, moved: Inputs) -> tuple[Tangents, OpOptions]:

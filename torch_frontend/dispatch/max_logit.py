@@ -47,8 +47,9 @@ def plan_of(metadata: tuple[plan.Metadata | None, ...], options: Options) -> Max
     backend = row_maximum.noted(choice)
     if whole.empty:
         return MaximumPlan(choice.spec, None, one_row)
-    function = backends.load(backend, target.kind).row_maximum
-    function = in_range_if_on(function, backend, "row_maximum")
+    own = backends.load(backend, target.kind).row_maximum
+    assert own is not None, "the choice is among backends that have one"
+    function = in_range_if_on(own.function, backend, "row_maximum")
     return MaximumPlan(choice.spec, on_device(function, metadata[0][2]), one_row)
 
 
@@ -59,8 +60,8 @@ class Capture:
 
     def of(self, call_plan: plan.Plan, device: torch.device) -> plan.Plan:
         """Returns the plan with a forward that also leaves the largest logits here; the plan itself if it has none."""
-        module = None if call_plan.in_parts else backends.load(call_plan.backend, backends.kind_of(str(device)))
-        function = module and backends.forward_with_maximum(module, call_plan.spec)
+        own = None if call_plan.in_parts else backends.load(call_plan.backend, backends.kind_of(str(device)))
+        function = own and own.forward_with_maximum(call_plan.spec)
         if not function:
             return call_plan
         run = in_range_if_on(on_device(function, device), call_plan.backend, "forward")

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     one_row: bool
     """Whether the packed tensors and results are ``[1, tokens, ...]``."""
     shortcut: Callable[..., tuple[Any, Any] | None] | None = None
-    """The backend's function that autograd can differentiate, see ``contract.shortcut``; None if it has none.
+    """The backend's function that autograd can differentiate, see ``Backend.shortcut_of``; None if it has none.
 
     It takes the mask and the bias as the caller passed them."""
     writes_into: bool = False
@@ -86,10 +86,10 @@ def plan_on(
     """Returns the plan of a call on the chosen backend."""
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
-    module = backends.load(name, target.kind)
-    shortcut = with_four_axes(backends.shortcut(module, spec), mask, bias)
-    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
-    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), module.WRITES_INTO)
+    record = backends.load(name, target.kind)
+    shortcut = with_four_axes(record.shortcut_of(spec), mask, bias)
+    forward, backward = (on_device(function, device) for function in (record.forward, record.backward))
+    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), bool(record.writes_into))
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -76,7 +76,7 @@ def _limited(target: Target, switches: Switches) -> Target:
     excluded = []
     for name in backends.names():
         kind = kinds.get(name)
-        if kind is None and not switches.others and backends.load(name, target.kind).FRAMEWORK == "torch":
+        if kind is None and not switches.others and backends.load(name, target.kind).framework == "torch":
             excluded.append((name, "sdpa_kernel(...) around the call switches it off"))
         elif kind is not None and not getattr(switches, kind):
             word = "sdpa_kernel(...) around the call" if not switches.others else f"enable_{kind}_sdp(False)"

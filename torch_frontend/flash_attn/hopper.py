@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attn_core import backends
+from attn_core.backends.flash3.backend import forward_of_e4m3
 from attn_core.call.options import Options, check_flag, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.dropins.flash_attn.hopper import FlashAttention3
@@ -83,9 +83,8 @@ def _attend_scaled(
     if spec.empty:
         out, lse = planned.forward(spec, inputs._replace(q=q.to(torch.bfloat16)))
     else:
-        backend: Any = backends.load(BACKEND, "cuda")
         dense = tuple([None if each is None else each.contiguous() for each in factors])
-        out, lse = on_device(backend.forward_of_e4m3, q.device)(spec, inputs, dense)
+        out, lse = on_device(forward_of_e4m3, q.device)(spec, inputs, dense)
     return (out, lse) if options["return_lse"] else out
 
 

@@ -38,7 +38,7 @@ class PagedPlan(NamedTuple):
     range_name: str
     forward: Any
     shortcut: Any = None
-    """The backend's fast path, see ``contract.paged_shortcut``; None for an empty call, or if it lacks a tensor."""
+    """The backend's fast path, see ``Backend.paged_shortcut_of``; None for an empty call, or if it lacks a tensor."""
     writes: tuple[bool, bool] = (False, False)
     """Whether the backend writes into a buffer, and into one with strides."""
 
@@ -49,18 +49,18 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     new_plans.evicted(plan_call)
     selection = select(*request(metadata, options, requested))
     new_plans.selected(selection)
-    module = backends.load(selection.backend or "", selection.target.kind)
+    record = backends.load(selection.backend or "", selection.target.kind)
     assert metadata[0] is not None
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
     takes = {"q", "k", "v", "block_table", "seq_lens", "sinks"}
-    if module.PAGES_ALONE:
+    if record.takes_pages_alone:
         takes |= {"cu_seqlens_q", "k_scales", "v_scales"}
     usual = all(name in takes for name, entry in zip(PagedInputs._fields, metadata, strict=True) if entry)
-    shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
-    forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
-    writes = module.WRITES_INTO, module.PAGES_ALONE
+    shortcut = record.paged_shortcut_of(selection.spec) if usual else None
+    forward, shortcut = (on_device(function, metadata[0][2]) for function in (record.forward, shortcut))
+    writes = bool(record.writes_into), record.takes_pages_alone
     return PagedPlan(selection.spec, name, forward, shortcut, writes)
 
 

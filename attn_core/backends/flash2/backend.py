@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.build_trials import averages, runs
 from attn_core.backends.shared.cached_once import cached_once
@@ -33,8 +34,6 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-FRAMEWORK = "torch"
-REQUIRES = "flash-attn>=2.6.2,<3"
 NAME = "the FlashAttention 2 kernel"
 
 ROCM_CK = Build("ROCm CK", without=("softcap",))
@@ -68,7 +67,6 @@ FORWARD = Support(
     invariant=("batch",),
 )
 BACKWARD = replace(FORWARD, paged=False)
-WRITES_INTO = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -174,7 +172,7 @@ def _extension() -> Any:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: the kernel alone, for calls without a gradient."""
+    """See ``Backend.shortcut_of``: the kernel alone, for calls without a gradient."""
     how = lower(spec)
     if spec.invariant is not None or spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
         return None
@@ -274,3 +272,20 @@ def _backward_of_rows(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, d
 
 KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: rewrites.width_of(dim, WIDTHS, build().head_dims))
 forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)
+
+
+BACKEND = Backend(
+    name="flash2",
+    framework="torch",
+    requires="flash-attn>=2.6.2,<3",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=build,
+    shortcut=shortcut,
+    writes_into=("forward", "backward"),
+)

@@ -13,7 +13,6 @@ from attn_core.backends.flash2 import backend
 from attn_core.backends.support import Build
 from attn_core.call.spec import AttentionSpec
 
-FRAMEWORK, REQUIRES, WRITES_INTO = backend.FRAMEWORK, backend.REQUIRES, backend.WRITES_INTO
 FORWARD = replace(backend.FORWARD, devices=("gfx90a", "gfx942", "gfx950"), unproven=True)
 BACKWARD = replace(backend.BACKWARD, devices=FORWARD.devices, unproven=True)
 
@@ -37,5 +36,4 @@ def _ignored(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
     return (f"{feature}: {reason}" for feature, reason in why.items() if reason)
 
 
-probe, build, lower = backend.probe, backend.build, backend.lower
-forward, backward, shortcut = backend.forward, backend.backward, backend.shortcut
+BACKEND = replace(backend.BACKEND, forward_claims=FORWARD, backward_claims=BACKWARD, refuses=refuses)

@@ -26,9 +26,9 @@ from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
@@ -37,8 +37,9 @@ from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable, readable_rows, writable
-from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
@@ -51,9 +52,6 @@ WIDTHS = (64, 96, 128, 192, 256)
 ORDERED = "deterministic backward"
 """The word in ``Build.without`` for a gradient that adds in any order."""
 
-
-FRAMEWORK = "torch"
-REQUIRES = "flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd"
 
 FORWARD = Support(
     kernel=NAME,
@@ -75,7 +73,6 @@ FORWARD = Support(
     paged=True,
 )
 BACKWARD = replace(FORWARD, paged=False)
-WRITES_INTO = True
 
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
@@ -254,7 +251,7 @@ def _prepared(direction: str, tensors: tuple[str, ...], settings: tuple[tuple[st
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: the operator alone, for calls without a gradient."""
+    """See ``Backend.shortcut_of``: the operator alone, for calls without a gradient."""
     if spec.needs_backward or not rewrites.is_native(KERNEL, spec):
         return None
     operator = _operator(spec, "forward", "q", "k", "v")
@@ -400,21 +397,6 @@ def _factors(largest: Any) -> Any:
     return (largest.float() / LARGEST_E4M3).clamp_min(SMALLEST_FACTOR)
 
 
-VARIANTS = {"flash3_fp8": "fp8"}
-
-
-def variant(word: str) -> SimpleNamespace:
-    """Returns the variant "fp8" (the forward on e4m3 inputs) as a backend. Raises ValueError for any other word."""
-    if word != "fp8":
-        raise ValueError(f"{word!r}: {NAME} has one variant, 'fp8'")
-    claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
-    shared = {"FRAMEWORK": FRAMEWORK, "REQUIRES": REQUIRES, "WRITES_INTO": True, "probe": probe, "build": _fp8_build}
-    functions = {"refuses": _fp8_refuses, "lower": lower, "backward": no_backward}
-    functions["forward"] = partial(rewrites.forward, FP8)
-    functions["forward_of_e4m3"] = _of_e4m3
-    return SimpleNamespace(FORWARD=claims, BACKWARD=None, **shared, **functions)
-
-
 def _fp8_build() -> Build:
     installed = build()
     if "fp8" in installed.without:
@@ -426,7 +408,7 @@ def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple
     return refuses(replace(spec, dtype="bfloat16"), device, build)  # it needs no float16 kernel for float16 inputs
 
 
-def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+def forward_of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     own = FP8.runs(spec)
     for name in ("head_dim", "value_dim"):
         actual, width = getattr(spec, name), getattr(own, name)
@@ -439,5 +421,42 @@ KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: rewrites.width_of(dim,
 # The kernel copies 16 bytes at a time: 8 elements of 16 bits, or 16 of e4m3.
 FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: rewrites.width_of(dim, WIDTHS, build().head_dims, 16))
 forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)
-OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, True, _forward_without_memory)
-program_operands = operands_in_float32
+
+
+_FP8_BACKEND = Backend(
+    name="flash3_fp8",
+    framework="torch",
+    requires="flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd",
+    forward_claims=replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True),
+    backward_claims=None,
+    refuses=_fp8_refuses,
+    probe=probe,
+    lower=lower,
+    forward=partial(rewrites.forward, FP8),
+    backward=None,
+    build=_fp8_build,
+    writes_into=("forward",),
+)
+OPERATOR_FUNCTIONS = Functions(forward, backward, True, _forward_without_memory)
+BACKEND = Backend(
+    name="flash3",
+    framework="torch",
+    requires="flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=build,
+    shortcut=shortcut,
+    program=Program(
+        make=program,
+        refuses=program_refuses,
+        operands=operands_in_float32,
+        operator_functions=OPERATOR_FUNCTIONS,
+    ),
+    writes_into=("forward", "backward"),
+    variants=(_FP8_BACKEND,),
+)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.flash4 import disk_cache, functions, masked, own_kernels, replay, versions
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.backends.flash4.replay import (
@@ -42,9 +43,6 @@ from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
-
-FRAMEWORK = "torch"
-REQUIRES = "flash-attn-4>=4.0.0b30"
 
 FORWARD = Support(
     kernel="FlashAttention-4",
@@ -70,7 +68,6 @@ FORWARD = Support(
     invariant=("batch",),
 )
 BACKWARD = replace(FORWARD, paged=False)
-WRITES_INTO = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -444,3 +441,21 @@ def _named_sink_kernel(name: str, dtype: str, axes: int, choices: tuple[Any, ...
         return getattr(sinks_kernel, name)(*choices)
 
     return OwnKernel(f"attn_core.{name}({dtype}, {axes} axes, {choices})", code)
+
+
+BACKEND = Backend(
+    name="flash4",
+    framework="torch",
+    requires="flash-attn-4>=4.0.0b30",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=versions.build,
+    warm_up=warm_up,
+    program=Program(make=program, refuses=program_refuses, operands=program_operands),
+    writes_into=("forward", "backward"),
+)

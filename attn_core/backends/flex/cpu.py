@@ -16,18 +16,16 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.flex import functions
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.split_documents import documents
-from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.support import Build, Support
 from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Inputs, part_of
 from attn_core.expressions.on_torch import TorchFunction, torch_function
-
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11"
 
 FORWARD = Support(
     kernel="FlexAttention on CPU",
@@ -50,7 +48,6 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
 )
-BACKWARD = None
 
 MAX_SCORES = 2**26
 """Elements of the score matrix ``[batch, heads, q_len, kv_len]`` that the eager form may write; 256 MiB in float32."""
@@ -112,9 +109,6 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
             out[:, piece.rows] = part.transpose(1, 2)  # [batch, heads, rows, dim] -> [batch, rows, heads, dim]
             lse[:, :, piece.rows] = part_lse
     return (out[0], lse[0]) if spec.packed else (out, lse)
-
-
-backward = no_backward
 
 
 def _vmap_allowed() -> AbstractContextManager[Any]:
@@ -210,3 +204,17 @@ def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Calla
     distance = functions.distance_function(piece.edge.offset)
     score_mod = None if spec.score_mod is None else partial(_apply, torch_function(spec.score_mod), inputs, piece)
     return functions.score_function(spec.softcap, bias, slope, distance, score_mod)
+
+
+BACKEND = Backend(
+    name="flex",
+    framework="torch",
+    requires="torch>=2.11",
+    forward_claims=FORWARD,
+    backward_claims=None,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=None,
+)

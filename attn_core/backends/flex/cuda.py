@@ -19,6 +19,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.flex import functions, learned
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.functions import PackedTokens
@@ -35,9 +36,6 @@ from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.on_torch import torch_function
-
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11 with its triton"
 
 FORWARD = Support(
     kernel="FlexAttention on CUDA",
@@ -130,7 +128,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``contract.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
+    """See ``Backend.shortcut_of``: autograd keeps what the compiled forward saved, and runs its backward kernel."""
     import torch
 
     more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
@@ -334,3 +332,19 @@ def _padded(tensor: Any, width: int) -> Any:
 
     missing = width - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+BACKEND = Backend(
+    name="flex",
+    framework="torch",
+    requires="torch>=2.11 with its triton",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    warm_up=warm_up,
+    shortcut=shortcut,
+)

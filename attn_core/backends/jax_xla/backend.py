@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass
 from attn_core.backends.jax_xla import attention, fixed_tiles, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared import kernel_limits
@@ -21,9 +22,6 @@ from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-
-FRAMEWORK = "jax"
-REQUIRES = "jax>=0.10"
 
 FORWARD = Support(
     kernel="XLA's attention",
@@ -60,7 +58,6 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 FORWARD_MODE = replace(BACKWARD, invariant=())
-ROW_MAXIMUM = FORWARD_MODE
 
 MAX_SCORES = 2**22
 """The most scores (batch * heads * q_len * kv_len) of a small call if blocks of them may be hidden."""
@@ -139,7 +136,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 
 
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
-    """See ``contract.forward_with_maximum``. Few queries take another pass."""
+    """See ``Backend.forward_with_maximum``. Few queries take another pass."""
     return None if _path(spec) in ("few queries", "fixed tiles") else _forward
 
 
@@ -166,7 +163,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``Backend.row_maximum``. Traceable."""
+    """See ``RowMaximumPass``. Traceable."""
     with usual_promotion():
         return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.row_maximum(spec, inputs, blocks))
 
@@ -178,3 +175,19 @@ def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], An
     if blocks["cpu"] == blocks[ANY]:
         return run(blocks["cpu"])
     return platform_dependent(cpu=lambda: run(blocks["cpu"]), default=lambda: run(blocks[ANY]))
+
+
+BACKEND = Backend(
+    name="jax_xla",
+    framework="jax",
+    requires="jax>=0.10",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=None),
+    row_maximum=RowMaximumPass(claims=FORWARD_MODE, function=row_maximum, with_forward=forward_with_maximum),
+)

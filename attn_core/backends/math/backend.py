@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass
 from attn_core.backends.math import fixed_tiles
 from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.device_kinds import ANY
@@ -33,9 +34,6 @@ from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
-
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11"
 
 FORWARD = Support(
     kernel="the torch math kernel",
@@ -118,16 +116,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 def jvp(
     spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
 ) -> tuple[Any, Any, Any, Any]:
-    """See ``Backend.jvp``. It always computes out and lse."""
+    """See ``ForwardModePass``. It always computes out and lse."""
     return plain_tangents.jvp(spec, inputs, tangents)
 
 
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
-    """See ``contract.forward_with_maximum``. Tiles of one size take another pass."""
+    """See ``Backend.forward_with_maximum``. Tiles of one size take another pass."""
     return plain_attention.forward_with_maximum if spec.invariant is None else None
-
-
-row_maximum = plain_attention.row_maximum
 
 
 def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
@@ -199,3 +194,21 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     flat_out[target] = out.flatten(0, 1)
     flat_lse[:, target] = lse.transpose(0, 1).flatten(1)
     return flat_out[: spec.q_len], flat_lse[:, : spec.q_len]
+
+
+BACKEND = Backend(
+    name="math",
+    framework="torch",
+    requires="torch>=2.11",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=jvp),
+    row_maximum=RowMaximumPass(
+        claims=ROW_MAXIMUM, function=plain_attention.row_maximum, with_forward=forward_with_maximum
+    ),
+)

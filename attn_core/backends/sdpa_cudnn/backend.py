@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.autograd import recording, without_gradient
@@ -26,14 +27,12 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
-from attn_core.backends.shared.programs.operator_recorder import outside
+from attn_core.backends.shared.programs.operator_recorder import Functions, outside
 from attn_core.backends.shared.readable import readable, readable_rows
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11 with CUDA and cuDNN 9"
 NAME = "cuDNN attention"
 
 FORWARD = Support(
@@ -129,7 +128,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     has_bias = explicit(spec)
     if not rewrites.is_native(_kernel(spec), spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
         return None
@@ -165,11 +164,6 @@ def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     q, v = arguments["query"], arguments["value"]
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     return without_memory(q, v.shape[3]), lse if arguments["compute_log_sumexp"] else q.new_empty((0,))
-
-
-OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_without_memory)
-program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
-program_operands = operands_in_float32
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
@@ -373,3 +367,26 @@ def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
     zero = all(bool((dq[:, :, -1] == 0).all()) for dq in (gradients[0], others[0]))
     alike = all(torch.allclose(one, two, rtol=0.02, atol=0.02) for one, two in zip(gradients[1:], others[1:]))
     return empty and zero and alike
+
+
+OPERATOR_FUNCTIONS = Functions(forward, backward, fake_results=_without_memory)
+BACKEND = Backend(
+    name="sdpa_cudnn",
+    framework="torch",
+    requires="torch>=2.11 with CUDA and cuDNN 9",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=build,
+    shortcut=shortcut,
+    program=Program(
+        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
+        refuses=operator_program.refuses,
+        operands=operands_in_float32,
+        operator_functions=OPERATOR_FUNCTIONS,
+    ),
+)

@@ -19,12 +19,14 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable_rows
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
@@ -32,8 +34,6 @@ from attn_core.call.masks import Band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11 with CUDA"
 NAME = "the aten memory-efficient kernel"
 
 FORWARD = Support(
@@ -161,7 +161,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     whole = how["rows"] == slice(0, spec.q_len)
     # torch's derivative passes on neither a window nor a number of splits, and leaves parts of the bias's gradient
@@ -256,6 +256,25 @@ KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights, same_width=
 """The kernel that ``shared.rewrites`` completes."""
 forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
-OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
-program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
-program_operands = operands_in_float32
+
+
+OPERATOR_FUNCTIONS = Functions(forward, backward, fake_results=_gradients_without_memory)
+BACKEND = Backend(
+    name="sdpa_efficient",
+    framework="torch",
+    requires="torch>=2.11 with CUDA",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    shortcut=shortcut,
+    program=Program(
+        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
+        refuses=operator_program.refuses,
+        operands=operands_in_float32,
+        operator_functions=OPERATOR_FUNCTIONS,
+    ),
+)

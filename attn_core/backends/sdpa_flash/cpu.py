@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.backends.contract import Backend, Pages
 from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, has_tiles, kernels, run_twice
 from attn_core.backends.shared.pages.as_dense import packed_documents
@@ -31,9 +32,6 @@ from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
-
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11"
 
 FORWARD = Support(
     kernel="the aten CPU flash kernel",
@@ -123,7 +121,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
-    """See ``contract.shortcut``: torch itself attaches the backward op below to this forward op."""
+    """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     if how["by_document"]:
         return None
@@ -145,7 +143,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
-    """See ``contract.paged_shortcut``."""
+    """See ``Backend.paged_shortcut_of``."""
     return _decoder(spec, spec.return_lse)
 
 
@@ -355,8 +353,8 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
 def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, Any] | None]:
     """Returns a function that computes one query of each sequence in one call of the kernel.
 
-    Its arguments are those of ``contract.paged_shortcut``. It returns (out, lse), or None if the lengths differ so much
-    that a padded batch costs more than a call of each sequence. Without ``needs_lse`` lse may be anything.
+    Its arguments are those of ``Backend.paged_shortcut_of``. It returns (out, lse), or None if the lengths differ so
+    much that a padded batch costs more than a call of each sequence. Without ``needs_lse`` lse may be anything.
     """
     paged, batch, page_size = spec.paged, spec.documents or 0, spec.paged.page_size if spec.paged else 1
     assert paged is not None
@@ -414,3 +412,19 @@ def _additive(dtype: str, lengths: list[int], keys: int, left: int | None) -> An
     line[0 if left is None else max(0, keys - left - 1) : keys] = 0
     rows = np.array([line[keys - length : 2 * keys - length] for length in lengths])
     return torch.from_numpy(rows).view(len(lengths), 1, 1, keys)
+
+
+BACKEND = Backend(
+    name="sdpa_flash",
+    framework="torch",
+    requires="torch>=2.11",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    shortcut=shortcut,
+    pages=Pages(shortcut=paged_shortcut),
+)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
@@ -23,15 +24,12 @@ from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11 with CUDA"
-WRITES_INTO = True
-WRITES_GRADIENTS = False
 NAME = "the aten CUDA flash kernel"
 
 FORWARD = Support(
@@ -112,7 +110,7 @@ def _in_place() -> Any:
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     # The kernel's log-sum-exp of a row that sees no key is not ours, but its own backward expects it.
     if not rewrites.is_native(KERNEL, spec) or spec.packed or (how["empty_rows"] and spec.return_lse):
@@ -198,6 +196,26 @@ KERNEL = rewrites.Kernel(run_forward, run_backward, rewrites.whole_eights)
 """The kernel that ``shared.rewrites`` completes."""
 forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
-OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, writes_into=True)
-program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
-program_operands = operands_in_float32
+
+
+OPERATOR_FUNCTIONS = Functions(forward, backward, writes_into=True)
+BACKEND = Backend(
+    name="sdpa_flash",
+    framework="torch",
+    requires="torch>=2.11 with CUDA",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    shortcut=shortcut,
+    program=Program(
+        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
+        refuses=operator_program.refuses,
+        operands=operands_in_float32,
+        operator_functions=OPERATOR_FUNCTIONS,
+    ),
+    writes_into=("forward",),
+)

@@ -22,14 +22,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.sdpa_flash import cuda
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 
-FRAMEWORK = "torch"
-REQUIRES = "torch>=2.11 with ROCm"
 NAME = "the aten ROCm flash kernel"
 
 FORWARD = Support(
@@ -66,10 +65,23 @@ def _generator_states(q: Any) -> tuple[Any, Any]:
     return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
-lower = cuda.lower
 KERNEL = rewrites.Kernel(
     cuda.run_forward, partial(cuda.run_backward, states_of=_generator_states), rewrites.whole_eights
 )
 """The kernel that ``shared.rewrites`` completes. Its log-sum-exp is its own, which its backward expects."""
 forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
+
+
+BACKEND = Backend(
+    name="sdpa_flash",
+    framework="torch",
+    requires="torch>=2.11 with ROCm",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=cuda.lower,
+    forward=forward,
+    backward=backward,
+)

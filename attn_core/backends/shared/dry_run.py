@@ -25,6 +25,7 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     out, lse = backend.forward(spec, inputs)
     if spec.needs_backward:
         # out serves as dout, and lse as dlse: they have the same shapes and dtypes.
+        assert backend.backward is not None, "a spec with gradients has a backend with a gradient"
         backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
 
 

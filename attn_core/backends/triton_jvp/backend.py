@@ -15,18 +15,16 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.contract import Backend, ForwardModePass, Program, RowMaximumPass
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
 from attn_core.backends.shared.programs.triton import launch, numbers_of, result_buffer
 from attn_core.backends.shared.readable import dense_channels, readable
-from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_jvp import launches
 from attn_core.backends.triton_jvp.launches import Tiles
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
-
-FRAMEWORK = "torch"
-REQUIRES = "triton>=3.6"
 
 FORWARD = Support(
     kernel="the Triton forward-mode kernel",
@@ -44,10 +42,7 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
 )
-BACKWARD = None
-FORWARD_MODE = FORWARD
 ROW_MAXIMUM = replace(FORWARD, mask=True, key_ranges=True, bias=True, alibi=True)
-WRITES_INTO = True
 
 OLDEST = 80
 """The oldest compute capability, times ten."""
@@ -120,12 +115,12 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 def jvp(
     spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
 ) -> tuple[Any, Any, Any, Any]:
-    """See ``Backend.jvp``."""
+    """See ``ForwardModePass``."""
     return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)
 
 
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``Backend.row_maximum``."""
+    """See ``RowMaximumPass``."""
     return launches.run_maximum(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()))
 
 
@@ -139,10 +134,6 @@ def row_maximum_program(spec: AttentionSpec) -> KernelProgram:
 @lru_cache(maxsize=4096)
 def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
     return lower(spec), launches.tiles_of_maximum(spec, _shared_memory(device))
-
-
-program_operands = operands_in_float32
-backward = no_backward
 
 
 def _run(
@@ -183,3 +174,24 @@ def _buffers(spec: AttentionSpec, q: Any, given: tuple[Any, Any]) -> tuple[Any, 
 
     out = result_buffer(given[0], spec.out_shape, q.dtype, q.device)
     return out, result_buffer(given[1], spec.lse_shape, torch.float32, q.device)
+
+
+BACKEND = Backend(
+    name="triton_jvp",
+    framework="torch",
+    requires="triton>=3.6",
+    forward_claims=FORWARD,
+    backward_claims=None,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=None,
+    forward_mode=ForwardModePass(claims=FORWARD, jvp=jvp),
+    row_maximum=RowMaximumPass(
+        claims=ROW_MAXIMUM,
+        function=row_maximum,
+        program=Program(make=row_maximum_program, operands=operands_in_float32),
+    ),
+    writes_into=("forward", "jvp"),
+)

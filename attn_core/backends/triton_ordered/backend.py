@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.contract import Backend, Program
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import How, how
@@ -32,9 +33,6 @@ from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import launches
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-
-FRAMEWORK = "torch"
-REQUIRES = "triton>=3.6"
 
 FORWARD = Support(
     kernel="the Triton kernel of one order",
@@ -56,7 +54,6 @@ FORWARD = Support(
     invariant=("batch", "prefix"),
 )
 BACKWARD = FORWARD
-WRITES_INTO = True
 
 MOST_PROGRAMS = 2**31 - 1
 """The most programs along the first axis of a CUDA grid."""
@@ -283,4 +280,17 @@ def _input_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-program_operands = operands_in_float32
+BACKEND = Backend(
+    name="triton_ordered",
+    framework="torch",
+    requires="triton>=3.6",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    program=Program(make=program, refuses=program_refuses, operands=operands_in_float32),
+    writes_into=("forward", "backward"),
+)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from attn_core.backends.contract import Backend, Pages, Program
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks, grid_of, how, settings_of
@@ -22,7 +23,7 @@ from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, operands_in_float32
 from attn_core.backends.shared.programs.triton import Description, Direct, launch, multiprocessors, numbers_of
-from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Launches
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
@@ -32,9 +33,6 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import one_query_each
 from attn_core.paged.quantised.numbers import KINDS
-
-FRAMEWORK = "torch"
-REQUIRES = "triton>=3.6"
 
 FORWARD = Support(
     kernel="the Triton split-KV kernel",
@@ -58,9 +56,6 @@ FORWARD = Support(
     page_dtypes=tuple(BITS),
     invariant=("batch", "prefix"),
 )
-BACKWARD = None
-PAGES_ALONE = True
-WRITES_INTO = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -148,7 +143,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
-    """See ``contract.paged_shortcut``."""
+    """See ``Backend.paged_shortcut_of``."""
     return launches.repeated(spec, partial(_forward, spec))
 
 
@@ -345,5 +340,18 @@ def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-program_operands = operands_in_float32
-backward = no_backward
+BACKEND = Backend(
+    name="triton_splitkv",
+    framework="torch",
+    requires="triton>=3.6",
+    forward_claims=FORWARD,
+    backward_claims=None,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=None,
+    pages=Pages(shortcut=paged_shortcut, alone=True),
+    program=Program(make=program, refuses=program_refuses, operands=operands_in_float32),
+    writes_into=("forward",),
+)

@@ -143,7 +143,7 @@ First = Callable[[PagedInputs], tuple[Any, Any, Launches | None]]
 def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]]:
     """Returns a function of a call's tensors that repeats the launches of an earlier call with the same strides.
 
-    It only allocates and launches. Its arguments are those of ``contract.paged_shortcut``.
+    It only allocates and launches. Its arguments are those of ``Backend.paged_shortcut_of``.
 
     Args:
         first: runs a call with new strides, or at addresses that are no multiples of 16. Returns (out, lse) and the

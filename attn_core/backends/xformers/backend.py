@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
+from attn_core.backends.contract import Backend
 from attn_core.backends.shared import kernel_limits, known_bad, rewrites
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import Build, Support
@@ -24,9 +25,6 @@ from attn_core.backends.xformers.bias import TENSOR, mask_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-
-FRAMEWORK = "torch"
-REQUIRES = "xformers>=0.0.29"
 
 FORWARD = Support(
     kernel="xformers",
@@ -264,3 +262,19 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(_kernel(lower(spec)["operator"]), spec, inputs, out, lse, dout, dlse)
+
+
+BACKEND = Backend(
+    name="xformers",
+    framework="torch",
+    requires="xformers>=0.0.29",
+    forward_claims=FORWARD,
+    backward_claims=BACKWARD,
+    refuses=refuses,
+    probe=probe,
+    lower=lower,
+    forward=forward,
+    backward=backward,
+    build=build,
+    modelled=modelled,
+)

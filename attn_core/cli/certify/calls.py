@@ -138,7 +138,7 @@ def calls_of(check: str) -> dict[str, Call]:
 def forms(subject: Subject, call: Call) -> Iterator[Form]:
     """Yields the forms of a call, the fullest first: with gradients, log-sum-exp and lengths that end amid tiles."""
     usual = STORED["usual"]
-    pages_alone = backends.load(subject.backend, subject.target.kind).PAGES_ALONE
+    pages_alone = backends.load(subject.backend, subject.target.kind).takes_pages_alone
     paged = pages_alone or "paged" in call or "page_size" in call
     ways = usual["pages" if paged else "documents" if "packed" in call else "rows"]
     dtypes = (defaults_on(subject.device).dtype, "bfloat16", "float16", "float32")

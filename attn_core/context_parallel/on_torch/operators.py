@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import backends
 from attn_core.backends.shared.programs import launched_kernels, operator_recorder
-from attn_core.backends.shared.programs.operator_program import Functions
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.context_parallel.on_torch.current_gpu import HEAD_START
 from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradients
 from attn_core.context_parallel.on_torch.step import GradientForm, PartStep, StepCall, prepare_part
@@ -49,11 +49,10 @@ def refusal(step_call: StepCall, kind: str) -> str | None:
 
 def functions_of(name: str, kind: str) -> Functions | None:
     """Returns what texts record of a backend: operators of torch, or launches of its programs' kernels; else None."""
-    module: Any = backends.load(name, kind)
-    functions: Functions | None = module.OPERATOR_FUNCTIONS
-    if functions is None and module.program is not None:
-        return launched_kernels.functions_of(module.program)
-    return functions
+    program = backends.load(name, kind).program
+    if program is None:
+        return None
+    return program.operator_functions or launched_kernels.functions_of(program.make)
 
 
 @lru_cache(maxsize=256)

@@ -66,9 +66,9 @@ class StepCall(NamedTuple):
         for tiles in self.step.tiles:
             for at, tile in enumerate(tiles):
                 spec, name = self.call.backend_of(tile)
-                module = backends.load(name, kind)
+                backend = backends.load(name, kind)
                 # A kernel that writes everything writes into the result itself, and others allocate their own results.
-                if module.WRITES_INTO and not (at == 0 and self.writes_all(tile)):
+                if backend.writes_into and not (at == 0 and self.writes_all(tile)):
                     sizes.append(prod(spec.out_shape))
         return max(sizes)
 

@@ -96,7 +96,7 @@ def build_tile_run(
         wrap: applied to the backend's functions.
     """
     spec, name = call.backend_of(tile)
-    module: Any = backends.load(name, device.type)
+    backend = backends.load(name, device.type)
     cu_seqlens = None
     if spec.packed:
         import torch
@@ -107,10 +107,9 @@ def build_tile_run(
     rows, keys = (Places(index, device) for index in places[:2])
     # Keys that are not gathered have the same places in both; one object saves a second index on the device.
     key_sums = keys if places[2] is places[1] else Places(places[2], device)
-    forward, backward = (
-        in_range_if_on(wrap(getattr(module, direction)), name, direction) for direction in ("forward", "backward")
-    )
-    writes = module.WRITES_INTO, module.WRITES_INTO and module.WRITES_GRADIENTS
+    forward = in_range_if_on(wrap(backend.forward), name, "forward")
+    backward: Any = backend.backward and in_range_if_on(wrap(backend.backward), name, "backward")
+    writes = bool(backend.writes_into), "backward" in backend.writes_into
     return TileRun(spec, forward, backward, *writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 

@@ -56,7 +56,7 @@ def forward(
 
 
 def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
-    """See ``contract.forward_with_maximum``."""
+    """See ``Backend.forward_with_maximum``."""
     out, lse, top = results(spec, inputs, maximum=True)
     return out, lse, top.view(spec.lse_shape)
 
@@ -104,7 +104,7 @@ def results(
 
 @without_gradient
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``Backend.row_maximum``."""
+    """See ``RowMaximumPass``."""
     import torch
 
     with without_autocast(inputs.q):

@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_core.backends.shared.programs import operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram, Unrecordable
-from attn_core.backends.shared.programs.operator_program import Functions
+from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

@@ -6,13 +6,12 @@ lanes run the same operators on the same operands, and their results have the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.programs import operator_library, operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Buffer, KernelProgram, KernelStep
-from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE, FakeResults
+from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE, Functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, dtype_name
 
@@ -28,21 +27,6 @@ def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
         reasons.append("dropout: its random numbers come from a generator of torch")
     library = operator_library.missing()
     return tuple(reasons) if library is None else (*reasons, library)
-
-
-class Functions(NamedTuple):
-    """A backend's forward and backward as programs record them, its ``OPERATOR_FUNCTIONS``.
-
-    Attributes:
-        forward, backward: of the backend.
-        writes_into: whether they take ``into``.
-        fake_results: see ``operator_recorder``.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    writes_into: bool = False
-    fake_results: FakeResults | None = None
 
 
 def program(

@@ -32,6 +32,21 @@ FakeResults = Callable[[Any, dict[str, Any]], Any]
 None for any other operator."""
 
 
+class Functions(NamedTuple):
+    """A backend's forward and backward as programs record them, the ``operator_functions`` of its Program.
+
+    Attributes:
+        forward, backward: of the backend.
+        writes_into: whether they take ``into``.
+        fake_results: see FakeResults.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    writes_into: bool = False
+    fake_results: FakeResults | None = None
+
+
 class _Line(NamedTuple):
     """One operator. words: its arguments; results: ``(tensor, layout as text)``; changes: memory that it writes to."""
 
