@@ -1,4 +1,4 @@
-"""Loads backends by name, and holds the order of automatic choice.
+"""Loads backends by name, and derives the order of automatic choice from their ranks.
 
 Each file or folder here is a backend, except ``support`` (a backend's claims), ``contract`` (its record) and ``shared``
 (helpers of several backends). A backend imports neither torch nor jax nor its kernel at module level;
@@ -8,14 +8,15 @@ its functions do, when they run. So every backend can be selected, explained and
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from difflib import get_close_matches
 from pkgutil import iter_modules
 from typing import Any
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, ForwardModePass, Ranks, RowMaximumPass
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.device_kinds import ANY, STARTS, kind_of
+from attn_core.backends.shared.device_kinds import ANY, BRIDGED, STARTS, kind_of
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
@@ -23,13 +24,6 @@ from attn_core.errors import SpecError
 
 __all__ = [
     "ANY",
-    "DECODING",
-    "FOREIGN_NAMES",
-    "FORWARD_MODE",
-    "IN_ORDER",
-    "PAGED_PREFERENCE",
-    "PREFERENCE",
-    "ROW_MAXIMUM",
     "Backend",
     "Build",
     "Gradients",
@@ -37,88 +31,18 @@ __all__ = [
     "PagedInputs",
     "availability",
     "check_name",
+    "foreign_names",
+    "forward_mode_order",
+    "in_order_on",
     "installed_build",
     "kind_of",
+    "kinds_in_order",
     "load",
     "names",
-    "of_kind",
     "records",
+    "row_maximum_order",
     "usual_order",
 ]
-
-# Every other file or folder here counts as a backend, so a new helper at this level must be listed.
-NOT_BACKENDS = ("contract", "shared", "support")
-
-Orders = dict[tuple[str, str], tuple[str, ...]]
-_CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "flex")
-PREFERENCE = {
-    ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
-    ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
-    ("torch", "cuda"): (*_CUDA, "math"),
-    ("jax", "cuda"): (*_CUDA, "jax_cudnn", "jax_xla", "math"),
-    ("torch", ANY): ("math",),
-    ("jax", ANY): ("jax_xla",),
-}
-"""Automatic choice per (framework, kind of device), best first; ANY is for every kind without an order of its own.
-Other backends run only when requested.
-
-On a TPU, and on the GPUs of AMD, Apple and Intel, the framework's own operations run: this project never ran a
-vendor's kernel there. JAX reaches torch's kernels on CPUs and NVIDIA's GPUs alone. There both frameworks have the same
-order of torch's kernels, so that the same call gives the same bits in both unless JAX's own operations are faster.
-``attn_core.selection.preference`` refines the order by the shape of the call."""
-
-IN_ORDER = {"cuda": "triton_ordered"}
-"""By kind of device, the backend that, once proven, is a candidate for calls with ``invariant``, after faster ones."""
-
-DECODING = "triton_splitkv"
-_PAGED = ("flash3", "flash4", "flash2", DECODING)
-PAGED_PREFERENCE = {
-    **PREFERENCE,
-    ("torch", "cuda"): (*_PAGED, "math"),
-    ("jax", "cuda"): (*_PAGED, "jax_xla", "math"),
-}
-"""The same for keys and values in pages; where each sequence has few queries, DECODING comes first."""
-
-
-FORWARD_MODE = {
-    ("torch", "cpu"): ("math",),
-    ("jax", "cpu"): ("jax_xla", "math"),
-    ("torch", "cuda"): ("triton_jvp", "math"),
-    ("jax", "cuda"): ("triton_jvp", "jax_xla", "math"),
-    ("torch", ANY): ("math",),
-    ("jax", ANY): ("jax_xla",),
-}
-"""Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
-
-ROW_MAXIMUM = {**FORWARD_MODE}
-"""The same for the largest logit of each row, which a pass over q and k computes."""
-
-_OF_TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "math")
-FOREIGN_NAMES = {
-    # attn_implementation= of transformers, and their aliases in attn_implementation="attn_core:..."
-    "eager": ("math",),
-    "sdpa": _OF_TORCH,
-    "flash": ("flash2", "flash3", "flash4", "sdpa_flash"),
-    "fa": ("flash2", "flash3", "flash4", "sdpa_flash"),
-    "flex_attention": ("flex",),
-    **{f"{word}{n}": (f"flash{n}",) for n in (2, 3, 4) for word in ("fa", "flash_", "flash_attention_", "flash_attn_")},
-    # torch.nn.attention.SDPBackend
-    "flash_attention": ("sdpa_flash", "flash2", "flash3", "flash4"),
-    "efficient_attention": ("sdpa_efficient",),
-    "cudnn_attention": ("sdpa_cudnn",),
-    # the words of earlier versions of torch, of xformers, and of implementation= in JAX
-    "mem_efficient": ("sdpa_efficient",),
-    "efficient": ("sdpa_efficient",),
-    "cutlass": ("sdpa_efficient", "xformers"),
-    "cudnn": ("sdpa_cudnn", "jax_cudnn"),
-    "xla": ("jax_xla",),
-    "triton": ("triton_splitkv",),
-    "native": _OF_TORCH,
-    "torch": _OF_TORCH,
-    "sageattention": ("sage",),
-    "sage_attention": ("sage",),
-}
-"""Names of other libraries, in lower case, and the backends that run the same kernels."""
 
 
 @cached_once
@@ -131,7 +55,7 @@ def names() -> tuple[str, ...]:
 def _places() -> dict[str, str]:
     """Returns name -> the file or folder that makes the backend's record."""
     # The folder's content is the list, so that adding a backend edits no other file.
-    places = sorted(module.name for module in iter_modules(__path__) if module.name not in NOT_BACKENDS)
+    places = sorted(module.name for module in iter_modules(__path__))
     return {backend.name: place for place in places for backend in _made_in(place, "cpu")}
 
 
@@ -155,14 +79,17 @@ def _record(name: str, kind: str) -> Backend:
 
 @cached_once
 def _made_in(place: str, kind: str) -> tuple[Backend, ...]:
-    """Returns the records of a file or folder for a kind of device: its own, then its variants. Imports no kernel."""
+    """Returns the records of a file or folder for a kind of device: its own, then its variants. Imports no kernel.
+
+    A file without a record, and a folder without a module for any kind, hold helpers.
+    """
     module: Any = importlib.import_module(f"{__name__}.{place}")
     if hasattr(module, "__path__"):
         inside = {entry.name for entry in iter_modules(module.__path__)}
         # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
-        name = next(name for name in (kind, "backend", "cpu") if name in inside)
-        module = importlib.import_module(f"{__name__}.{place}.{name}")
-    return (module.BACKEND, *module.BACKEND.variants)
+        own = [name for name in (kind, "backend", "cpu") if name in inside][:1]
+        module = importlib.import_module(".".join((__name__, place, *own)))
+    return (module.BACKEND, *module.BACKEND.variants) if hasattr(module, "BACKEND") else ()
 
 
 def records(name: str) -> dict[str, Backend]:
@@ -175,20 +102,84 @@ def records(name: str) -> dict[str, Backend]:
     return {"cpu" if others and main.forward_claims.devices == ("cpu",) else "": main, **others}
 
 
-def usual_order(framework: str, kind: str, *, paged: bool = False) -> tuple[str, ...]:
-    """Returns the static order of automatic choice in a framework on a kind of device, best first."""
-    return of_kind(PAGED_PREFERENCE if paged else PREFERENCE, framework, kind)
+@cached_once
+def usual_order(framework: str, kind: str, *, paged: bool = False, few_queries: bool = False) -> tuple[str, ...]:
+    """Returns the static order of automatic choice in a framework on a kind of device, best first.
+
+    On a TPU, and on the GPUs of AMD, Apple and Intel, the framework's own operations run: this project never ran a
+    vendor's kernel there. JAX reaches torch's kernels on CPUs and NVIDIA's GPUs alone. There both frameworks have the
+    same order of torch's kernels, so that the same call gives the same bits in both unless JAX's own operations are
+    faster. ``attn_core.selection.preference`` refines the order by the shape of the call.
+
+    Args:
+        paged: for keys and values in pages; few_queries: of which each sequence has few queries.
+    """
+    own = _order(framework, kind, lambda backend: backend.paged_preference) if paged else ()
+    order = own or _order(framework, kind, lambda backend: backend.preference)
+    if not order:
+        return usual_order(framework, ANY, paged=paged) if kind != ANY else ()
+    return tuple(sorted(order, key=lambda name: not (few_queries and _is_first(name, kind))))
 
 
-def of_kind(orders: Orders, framework: str, kind: str) -> tuple[str, ...]:
-    """Returns the entry of a framework on a kind of device in an order such as ``FORWARD_MODE``."""
-    return orders.get((framework, kind)) or orders.get((framework, ANY), ())
+def _is_first(name: str, kind: str) -> bool:
+    pages = load(name, kind).pages
+    return pages is not None and pages.first_for_few_queries
+
+
+@cached_once
+def forward_mode_order(framework: str, kind: str) -> tuple[str, ...]:
+    """Returns the order of the backends that compute tangents. Another one may compute the call's results."""
+    order = _order(framework, kind, lambda backend: _ranks_of(backend.forward_mode))
+    return order if order or kind == ANY else forward_mode_order(framework, ANY)
+
+
+@cached_once
+def row_maximum_order(framework: str, kind: str) -> tuple[str, ...]:
+    """Returns the same for the largest logit of each row, which a pass over q and k computes."""
+    order = _order(framework, kind, lambda backend: _ranks_of(backend.row_maximum))
+    return order if order or kind == ANY else row_maximum_order(framework, ANY)
+
+
+def _ranks_of(own: ForwardModePass | RowMaximumPass | None) -> Ranks:
+    return {} if own is None else own.preference
+
+
+def _order(framework: str, kind: str, ranks_of: Callable[[Backend], Ranks]) -> tuple[str, ...]:
+    """Returns the backends that have a rank for a kind of device, and that the framework reaches there."""
+    places = {}
+    for name in names():
+        backend = load(name, kind)
+        ranks = ranks_of(backend)
+        if kind in ranks and (framework == backend.framework or (framework == "jax" and kind in BRIDGED)):
+            places[name] = ranks[kind]
+    return tuple(sorted(places, key=places.__getitem__))
+
+
+@cached_once
+def kinds_in_order() -> tuple[str, ...]:
+    """Returns the kinds of devices that have an order of their own, and ANY."""
+    every = {kind for name in names() for backend in records(name).values() for kind in backend.preference}
+    return (*sorted(every - {ANY}), ANY)
+
+
+@cached_once
+def in_order_on(kind: str) -> str | None:
+    """Returns the backend that, once proven, is a candidate for calls with ``invariant``, after faster ones."""
+    return next((name for name in names() if kind in load(name, kind).keeps_order_on), None)
+
+
+@cached_once
+def foreign_names() -> dict[str, tuple[str, ...]]:
+    """Returns names of other libraries, in lower case, and the backends that run the same kernels."""
+    ranked = sorted((rank, name, word) for name in names() for word, rank in load(name).also_called.items())
+    words = {word: None for _, _, word in ranked}
+    return {word: tuple(name for _, name, other in ranked if other == word) for word in words}
 
 
 def check_name(name: str) -> None:
     """Raises SpecError for a name that no backend has, with our name for another library's, or close matches."""
     if name not in _places():
-        close = FOREIGN_NAMES.get(str(name).lower()) or get_close_matches(str(name).lower(), names(), n=3)
+        close = foreign_names().get(str(name).lower()) or get_close_matches(str(name).lower(), names(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names())}"
         raise SpecError(f"backend={name!r}: unknown backend; {hint}")
 

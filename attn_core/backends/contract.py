@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attn_core.backends.support import Build, Support
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attn_core.backends.shared.programs.kernel_programs import KernelProgram
     from attn_core.backends.shared.programs.operator_recorder import Functions
 
+Ranks = Mapping[str, int]
 Shortcut = Callable[..., "tuple[Any, Any] | None"]
 WithMaximum = Callable[[AttentionSpec, Inputs], tuple[Any, Any, Any]]
 
@@ -49,10 +50,12 @@ class Pages:
             for one device, and one dtype of the sinks.
         alone: it refuses every call that is not paged, ``into`` may have any strides with dense channels, and its
             shortcut also takes offsets of queries, which it must clamp, and scales of quantised pages.
+        first_for_few_queries: it comes before all others if each sequence has few queries, for it is made for decoding.
     """
 
     shortcut: Callable[[AttentionSpec], Shortcut]
     alone: bool = False
+    first_for_few_queries: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,10 +89,12 @@ class ForwardModePass:
             With ``primals`` it also returns the out and lse of ``forward``; without, anything in their place. ``into``
             is None, or if the backend writes into them, buffers for dout and dlse. It is never called if
             ``spec.empty``, and never builds a graph.
+        preference: its rank in automatic choice, see Backend.
     """
 
     claims: Support
     jvp: Jvp | None
+    preference: Ranks = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,12 +111,14 @@ class RowMaximumPass:
         with_forward: ``with_forward(spec)`` returns the function that ``Backend.forward_with_maximum`` describes, or
             None. It pays off if the forward has the maxima at hand.
         program: the same as ``function``, which XLA launches without Python.
+        preference: its rank in automatic choice, see Backend.
     """
 
     claims: Support
     function: Callable[[AttentionSpec, Inputs], Any]
     with_forward: Callable[[AttentionSpec], WithMaximum | None] | None = None
     program: Program | None = None
+    preference: Ranks = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +156,13 @@ class Backend:
         modelled: returns whether a measured cost model of the backend is about the kernel that a call runs. For a
             backend that chooses between kernels, of which one has the model.
         variants: other kernels of the same package, each a backend of its own.
+        preference: its rank in automatic choice by kind of device, the lowest first; ANY is for every kind on which no
+            backend has a rank. A backend without a rank runs only when requested.
+        paged_preference: the same for keys and values in pages, on kinds of devices where the order is another one.
+        keeps_order_on: kinds of devices on which, once proven, it is a candidate for calls with ``invariant``, after
+            faster ones. One backend for each kind.
+        also_called: names of other libraries for the same kernel, in lower case, each with the rank among the backends
+            that have the name.
     """
 
     name: str
@@ -171,6 +185,10 @@ class Backend:
     writes_into: tuple[str, ...] = ()
     modelled: Callable[[AttentionSpec], bool] = _always
     variants: tuple[Backend, ...] = ()
+    preference: Ranks = field(default_factory=dict)
+    paged_preference: Ranks = field(default_factory=dict)
+    keeps_order_on: tuple[str, ...] = ()
+    also_called: Ranks = field(default_factory=dict)
 
     def shortcut_of(self, spec: AttentionSpec) -> Shortcut | None:
         """Returns the fast path for eager calls on q, k, v, a mask and a bias, or None.

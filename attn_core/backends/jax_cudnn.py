@@ -243,4 +243,7 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     build=build,
+    # torch's kernels have the same bits in both frameworks, so they come first.
+    preference={"cuda": 90},
+    also_called={"cudnn": 20},
 )

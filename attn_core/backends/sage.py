@@ -172,7 +172,14 @@ def _no_gradient(*_: Any) -> Gradients:
     raise NotImplementedError("backward: this kernel has no gradient")
 
 
-def _backend(name: str, word: str, requires: str, build: Callable[[], Build] | None, *variants: Backend) -> Backend:
+def _backend(
+    name: str,
+    word: str,
+    requires: str,
+    build: Callable[[], Build] | None = None,
+    also_called: tuple[str, ...] = (),
+    variants: tuple[Backend, ...] = (),
+) -> Backend:
     """Returns a function of the package as a backend."""
     return Backend(
         name=name,
@@ -186,12 +193,15 @@ def _backend(name: str, word: str, requires: str, build: Callable[[], Build] | N
         forward=partial(rewrites.forward, rewrites.Kernel(partial(_forward, word), _no_gradient, _width)),
         backward=None,
         build=build,
+        also_called={word: 10 for word in also_called},
         variants=variants,
     )
 
 
-_VARIANTS = [
-    _backend(f"sage_{word}", word, "sageattention>=2", None)
+_VARIANTS = tuple(
+    _backend(f"sage_{word}", word, "sageattention>=2")
     for word in ("fp16_cuda", "fp16_triton", "fp8_cuda", "fp8_cuda_sm90")
-]
-BACKEND = _backend("sage", "auto", "sageattention>=1.0.6", build, *_VARIANTS)
+)
+BACKEND = _backend(
+    "sage", "auto", "sageattention>=1.0.6", build, ("sageattention", "sage_attention"), variants=_VARIANTS
+)

@@ -54,7 +54,7 @@ class ForwardMode:
             got, has = "second derivatives (jax.jvp of jax.grad, jax.hessian)", "them in forward over reverse mode"
         named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
         call = self.spec, self.target, self.arrays, self.over_reverse
-        automatic = backends.of_kind(backends.FORWARD_MODE, self.target.framework, self.target.kind)
+        automatic = backends.forward_mode_order(self.target.framework, self.target.kind)
         others = [name for name in automatic if not reasons(name, *call)]
         remedy = f'; backend="{others[0]}" has {has}' if others else ""
         return SpecError(f"{named}: expected reverse mode ({reverse}), got {got}: {in_words(self.refusals)}{remedy}")
@@ -76,7 +76,7 @@ def choose(
         over_reverse: whether the tangents are those of the call's gradients.
     """
     spec = replace(spec, needs_backward=False, bias_gradient=False, aux_gradients=())
-    names = requested or backends.of_kind(backends.FORWARD_MODE, target.framework, target.kind)
+    names = requested or backends.forward_mode_order(target.framework, target.kind)
     backend, refused = first_able(names, lambda name: reasons(name, spec, target, arrays, over_reverse))
     return ForwardMode(spec, target, requested, arrays, backend, refused, over_reverse)
 

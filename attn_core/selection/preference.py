@@ -119,15 +119,12 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
 
     For calls with ``invariant`` ask ``candidates`` instead.
     """
-    orders = backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE
-    usual = backends.of_kind(orders, framework, backends.kind_of(device))
-    if spec.symbolic:  # a symbol cannot be compared
+    paged, kind = spec.paged is not None, backends.kind_of(device)
+    # With few queries, reading keys dominates. With many, the products do, so the usual order applies.
+    few_queries = paged and not spec.symbolic and (spec.max_len_q or 0) <= FEW_QUERIES  # a symbol cannot be compared
+    usual = backends.usual_order(framework, kind, paged=paged, few_queries=few_queries)
+    if spec.symbolic or paged:
         return usual
-    if spec.paged is not None:
-        # With few queries, reading keys dominates. With many, the products do, so the usual order applies.
-        if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
-            return usual
-        return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
     if _table(framework, device) is not None and (timed := _order_by_time(_of_round_lengths(spec), framework, device)):
         return timed
     if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
@@ -417,7 +414,7 @@ def _forms(
 def _order(target: Target, in_pages: bool) -> tuple[str, ...]:
     """Returns the usual order, in which a backend of one order of sums comes after faster ones."""
     names = backends.usual_order(target.framework, target.kind, paged=in_pages)
-    in_order = backends.IN_ORDER.get(target.kind)
+    in_order = backends.in_order_on(target.kind)
     if in_order is None or in_pages:
         return names
     fast = [name for name in names if name not in ("jax_xla", "math")]

@@ -52,7 +52,7 @@ def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
     if spec.paged is not None:
         raise SpecError("return_max_logit=True: expected keys that are not in pages; no pass reads their logits there")
     spec = spec_of(spec)
-    names = backends.of_kind(backends.ROW_MAXIMUM, target.framework, target.kind)
+    names = backends.row_maximum_order(target.framework, target.kind)
     backend, refused = first_able(names, lambda name: reasons(name, spec, target))
     return RowMaximum(spec, target, backend, refused)
 

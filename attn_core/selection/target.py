@@ -11,15 +11,13 @@ from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.shared.device_kinds import BRIDGED
 from attn_core.backends.support import Build, Support, limit_to_build
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_hashable, check_kind
 from attn_core.call.spec import AttentionSpec
 
 Reasons = tuple[str, ...]
-
-BRIDGED = ("cpu", "cuda")
-"""The kinds of device on which JAX reaches torch's kernels: XLA hands its buffers to torch there."""
 
 JAX_GPUS = ("gpu", "cuda", "rocm")
 """JAX's names for the platform of a GPU; a device of either vendor has "gpu"."""

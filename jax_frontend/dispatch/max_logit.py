@@ -76,7 +76,7 @@ def of_rows(rows: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _choice(spec: AttentionSpec, device: str) -> row_maximum.RowMaximum:
-    first = backends.of_kind(backends.ROW_MAXIMUM, "jax", backends.kind_of(device))[0]
+    first = backends.row_maximum_order("jax", backends.kind_of(device))[0]
     choice = row_maximum.choose(spec, Target("jax", device))
     # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
     if first == "jax_xla" and choice.backend == first:

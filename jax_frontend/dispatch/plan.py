@@ -119,7 +119,7 @@ def with_tangents(call: Plan, *, again: bool = False) -> Plan:
 @lru_cache(maxsize=4096)
 def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
     """Returns the spec of a call's tangents, and the backend that computes them."""
-    first = (requested or backends.FORWARD_MODE.get(("jax", backends.kind_of(device)), ()))[:1]
+    first = (requested or backends.forward_mode_order("jax", backends.kind_of(device)))[:1]
     choice = forward_mode.choose(spec, Target("jax", device), requested, spec.aux_gradients)
     # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
     if first != (DIFFERENTIABLE,) or choice.backend != DIFFERENTIABLE:

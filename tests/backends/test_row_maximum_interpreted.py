@@ -16,7 +16,6 @@ import triton_interpreter
 from other_process import OtherProcess
 from spec_strategies import Call, make_call
 
-from attn_core import backends
 from attn_core.backends.contract import RowMaximumPass
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs
@@ -139,13 +138,13 @@ def test_any_strides() -> None:
     assert np.array_equal(computed(call, strided), computed(call, inputs))
 
 
-def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch, replace_fields: Any) -> None:
+def test_the_frontend_chooses_it(replace_fields: Any) -> None:
     """As on a GPU: this process lets it claim the CPU, too."""
-    monkeypatch.setitem(backends.ROW_MAXIMUM, ("torch", "cpu"), ("triton_jvp", "math"))
     ran: list[bool] = []
     own = RowMaximumPass(
         claims=replace(triton_jvp.ROW_MAXIMUM, devices=("cpu",)),
         function=lambda *given: ran.append(True) or triton_jvp.row_maximum(*given),
+        preference={"cpu": 10},
     )
     replace_fields(triton_jvp.BACKEND, row_maximum=own)
     q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))

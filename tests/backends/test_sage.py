@@ -79,7 +79,7 @@ def test_never_chosen_automatically() -> None:
     for name in NAMES:
         module: Any = backends.load(name)
         assert module.forward_claims.approximate and module.backward_claims is None
-        assert all(name not in order for order in backends.PREFERENCE.values())
+        assert not any(record.preference for record in backends.records(name).values())
 
 
 @pytest.mark.parametrize(

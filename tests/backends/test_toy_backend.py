@@ -112,7 +112,7 @@ def test_a_new_folder_becomes_a_backend_without_other_edits(tmp_path: Path) -> N
     for framework in ("torch", "jax"):
         result = seen[framework]
         assert result["near"] and result["chosen"] == "toy" and result["version"] == "toy 1.0"
-        assert result["by itself"] not in ("toy", None), "only PREFERENCE makes a backend part of automatic choice"
+        assert result["by itself"] not in ("toy", None), "only a rank makes a backend part of automatic choice"
         assert any(line.split()[0] == "toy" and "by name" in line for line in result["listed"].splitlines())
         assert result["refused"] == [
             "softcap=2.0: the toy kernel has none",

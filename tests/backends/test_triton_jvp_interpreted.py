@@ -17,7 +17,6 @@ from oracle_cases import rounded
 from other_process import OtherProcess
 from spec_strategies import Call, make_call
 
-from attn_core import backends
 from attn_core.backends.contract import ForwardModePass
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs, Tangents
@@ -188,9 +187,8 @@ def test_faults_are_caught(fault: str) -> None:
     assert not judge(call, tangents, wrong).ok
 
 
-def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch, replace_fields: Any) -> None:
+def test_the_frontend_chooses_it(replace_fields: Any) -> None:
     """As on a GPU: this process lets it claim the CPU, too."""
-    monkeypatch.setitem(backends.FORWARD_MODE, ("torch", "cpu"), ("triton_jvp", "math"))
     ran: list[Any] = []
 
     def jvp(spec: Any, *rest: Any, **more: Any) -> Any:
@@ -198,7 +196,7 @@ def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch, replace_fields
         return triton_jvp.jvp(spec, *rest, **more)
 
     claims = replace(triton_jvp.FORWARD, devices=("cpu",))
-    own = ForwardModePass(claims=claims, jvp=jvp)
+    own = ForwardModePass(claims=claims, jvp=jvp, preference={"cpu": 10})
     replace_fields(triton_jvp.BACKEND, forward_claims=claims, forward_mode=own)
     q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
     ways = torch.stack([torch.cos(q), torch.sin(q)])

@@ -251,7 +251,7 @@ CHOICES = {
         f"backend of others: {word}": value(
             f"^backend='{word}': unknown backend; did you mean {' or '.join(names)}\\?$", backend=word
         )
-        for word, names in backends.FOREIGN_NAMES.items()
+        for word, names in backends.foreign_names().items()
     },
     "backend in capitals": value("^backend='Math': unknown backend; did you mean math", backend="Math"),
     "unlike any backend": value(

@@ -91,7 +91,7 @@ def refused_or_clean(run: Callable[[], Any], device: str) -> bool:
 
 
 def names_for(device: str, framework: str, *, paged: bool) -> list[str]:
-    return list((backends.PAGED_PREFERENCE if paged else backends.PREFERENCE)[framework, device])
+    return list(backends.usual_order(framework, device, paged=paged))
 
 
 # On a GPU torch's kernels read the same offsets in JAX, and XLA compiles each.

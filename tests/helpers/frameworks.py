@@ -154,8 +154,8 @@ def _exchanged(others: dict[backends.Backend, backends.Backend], programs: bool)
 
 def _empty_caches_of_records() -> None:
     """Empties the caches that hold records, or what follows from their fields."""
-    backends.load.cache_clear()
     caches = {
+        "attn_core.backends": ("load", "usual_order", "forward_mode_order", "row_maximum_order", "in_order_on"),
         "attn_core.selection.choice": ("_explained",),
         "attn_core.selection.forward_mode": ("choose",),
         "attn_core.selection.preference": ("_candidates",),

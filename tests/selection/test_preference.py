@@ -43,23 +43,21 @@ SPEC = AttentionSpec(
     dtype="bfloat16",
     causal=True,
 )
-STATIC = backends.PREFERENCE
+STATIC = backends.usual_order
 USUAL = ("flash3", "flash4", "sdpa_cudnn", "flash2", "flex", "math")
+
+
+def made_up_order(patch: pytest.MonkeyPatch, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
+    """Lets these be the static orders, and all others be empty."""
+    patch.setattr(backends, "usual_order", lambda framework, kind, **_: orders.get((framework, kind), ()))
 
 
 @pytest.fixture(autouse=True)
 def usual_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A static order that does not change with the project's, and no compiled library of torch's operators."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        backends,
-        "PREFERENCE",
-        {
-            ("torch", "cuda"): USUAL,
-            ("jax", "cuda"): (*USUAL[:-1], "jax_cudnn", "jax_xla", "math"),
-            ("torch", "cpu"): (),
-        },
-    )
+    in_jax = (*USUAL[:-1], "jax_cudnn", "jax_xla", "math")
+    made_up_order(monkeypatch, {("torch", "cuda"): USUAL, ("jax", "cuda"): in_jax})
     with tables_in_force({}):
         yield
 
@@ -132,7 +130,7 @@ def test_backends_without_a_model_come_between_fast_and_slow() -> None:
     assert ranking({"flash2": 10.0, "sdpa_cudnn": 39.0, "flex": 45.0, "math": 50.0}, USUAL) == (
         *("flash2", "sdpa_cudnn", "flash3", "flash4", "flex", "math"),
     )
-    jax = backends.PREFERENCE["jax", "cuda"]
+    jax = backends.usual_order("jax", "cuda")
     ranked = ranking({"flash2": 10.0, "flex": 45.0, "math": 50.0}, jax)
     assert ranked == ("flash2", "flash3", "flash4", "sdpa_cudnn", "jax_cudnn", "flex", "jax_xla", "math")
     assert ranking({"flash2": 1.0}, jax)[-2:] == ("jax_xla", "math")
@@ -143,7 +141,7 @@ def test_backends_without_a_model_come_between_fast_and_slow() -> None:
 
 @given(data=st.data())
 def test_every_candidate_is_in_every_order(data: st.DataObject) -> None:
-    usual = backends.PREFERENCE[data.draw(st.sampled_from(["torch", "jax"])), "cuda"]
+    usual = backends.usual_order(data.draw(st.sampled_from(["torch", "jax"])), "cuda")
     times = data.draw(st.dictionaries(st.sampled_from(usual), st.floats(1.0, 1e6)))
     ranked = ranking(times, usual)
     assert sorted(ranked) == sorted(usual)
@@ -155,7 +153,7 @@ def test_every_candidate_is_in_every_order(data: st.DataObject) -> None:
 def test_without_a_table_the_usual_order_applies() -> None:
     with measured({"flash2": 1.0}):
         assert order(SPEC, "torch", "sm80") == USUAL
-        assert order(SPEC, "jax", "sm100") == backends.PREFERENCE["jax", "cuda"]
+        assert order(SPEC, "jax", "sm100") == backends.usual_order("jax", "cuda")
         assert order(SPEC, "torch", "cpu") == order(SPEC, "torch", "mps") == ()  # the made-up order has neither
         assert preference.source("torch", "sm80") is None and preference.source("jax", "sm90") == "made-up calls"
         assert predicted(SPEC, "torch", "sm80") == {}
@@ -196,7 +194,7 @@ def test_small_calls_in_jax_run_in_xla_if_the_other_kernels_need_python() -> Non
     small = replace(SPEC, q_len=64, kv_len=64, batch=6, dtype="float32", bias_shape=(1, 32, 64, 64))
     times = {"flash2": 17.0, "sdpa_efficient": 28.0, "math": 90.0}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(backends, "PREFERENCE", {("jax", "cuda"): ("sdpa_efficient", "jax_cudnn", "jax_xla", "math")})
+        made_up_order(patched, {("jax", "cuda"): ("sdpa_efficient", "jax_cudnn", "jax_xla", "math")})
         with measured(times):
             assert order(small, "jax", "sm90")[0] == "jax_xla"
             assert order(replace(small, needs_backward=True), "jax", "sm90")[0] == "jax_xla"
@@ -217,7 +215,7 @@ def test_a_mask_costs_more_in_a_callback() -> None:
 
 def test_jax_on_a_cpu_has_its_own_table() -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(backends, "PREFERENCE", {("jax", "cpu"): ("math", "jax_xla"), ("torch", "cpu"): ("math",)})
+        made_up_order(patched, {("jax", "cpu"): ("math", "jax_xla"), ("torch", "cpu"): ("math",)})
         with tables_in_force({("jax", "cpu"): made_up_table({"jax_xla": 5.0, "math": 6.0})}):
             assert order(SPEC, "jax", "cpu") == ("jax_xla", "math")
             assert order(SPEC, "torch", "cpu") == ("math",)
@@ -411,7 +409,7 @@ def test_shipped_tables_predict_a_finite_time_for_every_random_call(
     framework, _, device = path.stem.partition("-")
     table = shipped_table(framework, device)
     assert table is not None
-    monkeypatch.setattr(backends, "PREFERENCE", STATIC)
+    monkeypatch.setattr(backends, "usual_order", STATIC)
     with tables_in_force({(framework, device): table}):
         for case in DRAWN[backends.kind_of(device)]:
             for training in (False, True):

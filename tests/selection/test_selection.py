@@ -303,7 +303,7 @@ def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
 def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None:
     chosen = select(SPEC, target)
     if target.device == "cpu":
-        assert chosen.backend == ("jax_xla" if target.framework == "jax" else backends.PREFERENCE["torch", "cpu"][0])
+        assert chosen.backend == ("jax_xla" if target.framework == "jax" else backends.usual_order("torch", "cpu")[0])
     assert (chosen.reasons("jax_xla") == ("runs in JAX only",)) is (target.framework == "torch")
 
 
@@ -312,7 +312,7 @@ def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None
 def test_approximate_backends_are_never_chosen_automatically(framework: str, device: str) -> None:
     kind = backends.kind_of(device)
     rough = [name for name in backends.names() if backends.load(name, kind).forward_claims.approximate]
-    assert not set(rough) & set(backends.PREFERENCE[framework, backends.kind_of(device)])
+    assert not set(rough) & set(backends.usual_order(framework, kind))
     half = replace(SPEC, dtype="bfloat16", head_dim=64, value_dim=64, kv_len=64, q_len=64)
     everything_else_missing = tuple((name, "gone") for name in backends.names() if name not in rough)
     assert explain(half, Target(framework, device, everything_else_missing)).backend is None
@@ -449,9 +449,8 @@ def test_selections_compare_hash_and_pickle_by_value() -> None:
 def few_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A version with four backends, so that new backends do not change the text."""
     monkeypatch.setattr(backends, "names", lambda: ("sdpa_flash", "flex", "math", "jax_xla"))
-    monkeypatch.setattr(
-        backends, "PREFERENCE", {("torch", "cpu"): ("sdpa_flash", "math"), ("torch", "cuda"): ("math",)}
-    )
+    orders = {"cpu": ("sdpa_flash", "math"), "cuda": ("math",)}
+    monkeypatch.setattr(backends, "usual_order", lambda framework, kind, **_: orders[kind])
     with tables_in_force({}):
         yield
 

@@ -136,8 +136,7 @@ def _order(target: Target, call: str) -> tuple[str, ...]:
     """Returns the static order of automatic choice, which no measurement on this machine can change."""
     if call != "decoding from pages":
         return backends.usual_order(target.framework, target.kind)
-    usual = backends.usual_order(target.framework, target.kind, paged=True)
-    return tuple(sorted(usual, key=lambda name: name != backends.DECODING))  # it comes first if there are few queries
+    return backends.usual_order(target.framework, target.kind, paged=True, few_queries=True)
 
 
 def _spec(dtype: str, call: str) -> AttentionSpec:

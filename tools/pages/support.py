@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from attn_core import backends
@@ -141,10 +142,7 @@ def head_dims(support: Support) -> str:
 
 
 def _preference() -> str:
-    lines = [
-        f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
-        for (framework, kind), names in backends.PREFERENCE.items()
-    ]
+    lines = _orders(backends.usual_order)
     lines.append(
         "\n`any` is every device without a line of its own: a TPU, or a GPU of AMD, Apple or Intel.\n"
         "On a device that was measured, the order depends on the call and follows the measurements.\n"
@@ -152,14 +150,19 @@ def _preference() -> str:
         "and backends that this project never ran on such a device.\n\n"
         "In forward mode, one of these computes the tangents:\n"
     )
-    lines += [
-        f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
-        for (framework, kind), names in backends.FORWARD_MODE.items()
-    ]
+    lines += _orders(backends.forward_mode_order)
     lines.append(
         "\nThe same ones, in this order, compute the largest logits beside a kernel that does not return them."
     )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
+
+
+def _orders(order: Callable[[str, str], tuple[str, ...]]) -> list[str]:
+    return [
+        f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in order(framework, kind))
+        for kind in backends.kinds_in_order()
+        for framework in ("torch", "jax")
+    ]
 
 
 def table_of(rows: list[list[str]]) -> str:

@@ -288,4 +288,16 @@ BACKEND = Backend(
     build=build,
     shortcut=shortcut,
     writes_into=("forward", "backward"),
+    # It comes after the kernels of newer GPUs, and before torch's copy of it.
+    preference={"cuda": 40},
+    paged_preference={"cuda": 30},
+    also_called={
+        "flash": 10,
+        "fa": 10,
+        "flash_attention": 20,
+        "fa2": 10,
+        "flash_2": 10,
+        "flash_attention_2": 10,
+        "flash_attn_2": 10,
+    },
 )

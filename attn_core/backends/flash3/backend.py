@@ -459,4 +459,16 @@ BACKEND = Backend(
     ),
     writes_into=("forward", "backward"),
     variants=(_FP8_BACKEND,),
+    # Its kernels are made for the one device that it claims.
+    preference={"cuda": 10},
+    paged_preference={"cuda": 10},
+    also_called={
+        "flash": 20,
+        "fa": 20,
+        "flash_attention": 30,
+        "fa3": 10,
+        "flash_3": 10,
+        "flash_attention_3": 10,
+        "flash_attn_3": 10,
+    },
 )

@@ -458,4 +458,16 @@ BACKEND = Backend(
     warm_up=warm_up,
     program=Program(make=program, refuses=program_refuses, operands=program_operands),
     writes_into=("forward", "backward"),
+    # It compiles on the first call, so it comes after kernels that need not.
+    preference={"cuda": 20},
+    paged_preference={"cuda": 20},
+    also_called={
+        "flash": 30,
+        "fa": 30,
+        "flash_attention": 40,
+        "fa4": 10,
+        "flash_4": 10,
+        "flash_attention_4": 10,
+        "flash_attn_4": 10,
+    },
 )

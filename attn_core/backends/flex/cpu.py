@@ -217,4 +217,7 @@ BACKEND = Backend(
     lower=lower,
     forward=forward,
     backward=None,
+    # It writes out all scores, so plain operations come before it.
+    preference={"cpu": 40},
+    also_called={"flex_attention": 10},
 )

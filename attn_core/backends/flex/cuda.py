@@ -347,4 +347,6 @@ BACKEND = Backend(
     backward=backward,
     warm_up=warm_up,
     shortcut=shortcut,
+    # It compiles a kernel for each kind of call, so it comes after kernels that are there.
+    preference={"cuda": 80},
 )

@@ -188,6 +188,15 @@ BACKEND = Backend(
     lower=lower,
     forward=forward,
     backward=backward,
-    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=None),
-    row_maximum=RowMaximumPass(claims=FORWARD_MODE, function=row_maximum, with_forward=forward_with_maximum),
+    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=None, preference={"cpu": 10, "cuda": 20, ANY: 10}),
+    row_maximum=RowMaximumPass(
+        claims=FORWARD_MODE,
+        function=row_maximum,
+        with_forward=forward_with_maximum,
+        preference={"cpu": 10, "cuda": 20, ANY: 10},
+    ),
+    # Plain operations run what no kernel does; on a GPU they need no bridge, so they come before torch's.
+    preference={"cpu": 30, "cuda": 100, ANY: 10},
+    paged_preference={"cuda": 50},
+    also_called={"xla": 10},
 )

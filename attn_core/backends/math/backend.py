@@ -207,8 +207,15 @@ BACKEND = Backend(
     lower=lower,
     forward=forward,
     backward=backward,
-    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=jvp),
+    forward_mode=ForwardModePass(claims=FORWARD_MODE, jvp=jvp, preference={"cpu": 20, "cuda": 30, ANY: 20}),
     row_maximum=RowMaximumPass(
-        claims=ROW_MAXIMUM, function=plain_attention.row_maximum, with_forward=forward_with_maximum
+        claims=ROW_MAXIMUM,
+        function=plain_attention.row_maximum,
+        with_forward=forward_with_maximum,
+        preference={"cpu": 20, "cuda": 30, ANY: 20},
     ),
+    # Plain operations run what no kernel does; on a CPU they read only the keys that the band shows.
+    preference={"cpu": 20, "cuda": 110, ANY: 20},
+    paged_preference={"cuda": 60},
+    also_called={"eager": 10, "sdpa": 40, "native": 40, "torch": 40},
 )

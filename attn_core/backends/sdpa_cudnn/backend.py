@@ -389,4 +389,7 @@ BACKEND = Backend(
         operands=operands_in_float32,
         operator_functions=OPERATOR_FUNCTIONS,
     ),
+    # It is the first of the kernels that torch itself brings.
+    preference={"cuda": 30},
+    also_called={"sdpa": 30, "cudnn_attention": 10, "cudnn": 10, "native": 30, "torch": 30},
 )

@@ -277,4 +277,15 @@ BACKEND = Backend(
         operands=operands_in_float32,
         operator_functions=OPERATOR_FUNCTIONS,
     ),
+    # It runs float32, masks and biases for which faster kernels are missing.
+    preference={"cuda": 70},
+    also_called={
+        "sdpa": 20,
+        "efficient_attention": 10,
+        "mem_efficient": 10,
+        "efficient": 10,
+        "cutlass": 10,
+        "native": 20,
+        "torch": 20,
+    },
 )

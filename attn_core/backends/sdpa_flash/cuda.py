@@ -218,4 +218,6 @@ BACKEND = Backend(
         operator_functions=OPERATOR_FUNCTIONS,
     ),
     writes_into=("forward",),
+    # It is torch's copy of the kernel before it.
+    preference={"cuda": 50},
 )

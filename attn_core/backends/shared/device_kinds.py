@@ -9,6 +9,9 @@ does. Also the key of the order of preference on a kind of device that has no or
 STARTS = {"cuda": "sm", "rocm": "gfx"}
 """How the names of a kind's devices start: NVIDIA's GPUs by compute capability, AMD's by architecture."""
 
+BRIDGED = ("cpu", "cuda")
+"""The kinds of devices on which JAX reaches torch's kernels: XLA hands its buffers to torch there."""
+
 
 def kind_of(device: str) -> str:
     """Returns "cuda" for a device such as "sm90", "rocm" for one such as "gfx942", else the device itself."""

@@ -187,11 +187,12 @@ BACKEND = Backend(
     lower=lower,
     forward=forward,
     backward=None,
-    forward_mode=ForwardModePass(claims=FORWARD, jvp=jvp),
+    forward_mode=ForwardModePass(claims=FORWARD, jvp=jvp, preference={"cuda": 10}),
     row_maximum=RowMaximumPass(
         claims=ROW_MAXIMUM,
         function=row_maximum,
         program=Program(make=row_maximum_program, operands=operands_in_float32),
+        preference={"cuda": 10},
     ),
     writes_into=("forward", "jvp"),
 )

@@ -293,4 +293,5 @@ BACKEND = Backend(
     backward=backward,
     program=Program(make=program, refuses=program_refuses, operands=operands_in_float32),
     writes_into=("forward", "backward"),
+    keeps_order_on=("cuda",),
 )

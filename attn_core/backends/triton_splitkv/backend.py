@@ -351,7 +351,10 @@ BACKEND = Backend(
     lower=lower,
     forward=forward,
     backward=None,
-    pages=Pages(shortcut=paged_shortcut, alone=True),
+    pages=Pages(shortcut=paged_shortcut, alone=True, first_for_few_queries=True),
     program=Program(make=program, refuses=program_refuses, operands=operands_in_float32),
     writes_into=("forward",),
+    # With few queries it comes first; prompts run on the kernels of packages.
+    paged_preference={"cuda": 40},
+    also_called={"triton": 10},
 )

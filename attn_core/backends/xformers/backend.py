@@ -277,4 +277,7 @@ BACKEND = Backend(
     backward=backward,
     build=build,
     modelled=modelled,
+    # It launches the kernels beside it, and one of its own that splits the keys.
+    preference={"cuda": 60},
+    also_called={"cutlass": 20},
 )
