@@ -39,6 +39,7 @@ __all__ = [
     "kinds_in_order",
     "load",
     "names",
+    "plain_backend",
     "records",
     "row_maximum_order",
     "usual_order",
@@ -153,6 +154,13 @@ def _order(framework: str, kind: str, ranks_of: Callable[[Backend], Ranks]) -> t
         if kind in ranks and (framework == backend.framework or (framework == "jax" and kind in BRIDGED)):
             places[name] = ranks[kind]
     return tuple(sorted(places, key=places.__getitem__))
+
+
+@cached_once
+def plain_backend(framework: str) -> str:
+    """Returns the backend of a framework's own operations, which runs on every device."""
+    every = ((name, load(name)) for name in names())
+    return next(name for name, backend in every if backend.framework == framework and backend.runs_everywhere)
 
 
 @cached_once

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
@@ -122,6 +123,33 @@ class RowMaximumPass:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Timing:
+    """What automatic choice knows of a backend's times beside its cost model. A pair is of (forward, training).
+
+    Attributes:
+        caution: its predicted times count as this many times as long.
+        new_length: host microseconds of decoding in torch beyond the model's, which was measured on calls that repeat.
+        in_callback: host microseconds in JAX on a GPU if XLA calls Python. From single jitted calls (seed 8 of
+            ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24, less JAX's own time for
+            such a call. Most ran without XLA's autotuning, which compiles for minutes.
+        in_xla: the same if XLA launches the kernels itself.
+        beside_table: the share of the model's time that a causal call with a mask or bias takes.
+        behind: a backend that it never ranks before, because where both run a call, it was never faster.
+        behind_without_time: the same for calls of which it has no predicted time.
+        model_of: the backend whose kernel it runs, so that it has that one's model; None for a model of its own.
+    """
+
+    caution: float = 1.0
+    new_length: float = 0.0
+    in_callback: tuple[float, float] = (125.0, 600.0)
+    in_xla: tuple[float, float] = (10.0, 20.0)
+    beside_table: float = 1.0
+    behind: str | None = None
+    behind_without_time: str | None = None
+    model_of: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
     """One kernel. Its file makes the record once, as ``BACKEND``; ``load`` returns it.
 
@@ -161,6 +189,13 @@ class Backend:
         paged_preference: the same for keys and values in pages, on kinds of devices where the order is another one.
         keeps_order_on: kinds of devices on which, once proven, it is a candidate for calls with ``invariant``, after
             faster ones. One backend for each kind.
+        in_pages: the backend that reads pages with the bits of its dense calls, if that is not itself.
+        timing: see Timing.
+        reaches_next_document: a tile of its keys may hold the first tokens of the next packed document, and 0 * NaN is
+            NaN. So a NaN there reaches documents before it; docs/reference/semantics.md names these backends.
+        splits_keys: where it splits the keys of few queries, a row that is NaN may be 0 in the output.
+        for_cache_rows: on a GPU it is fast on many queries of a dense cache's rows as packed documents, and never reads
+            past a document's end, where the cache may hold NaN.
         also_called: names of other libraries for the same kernel, in lower case, each with the rank among the backends
             that have the name.
     """
@@ -188,6 +223,11 @@ class Backend:
     preference: Ranks = field(default_factory=dict)
     paged_preference: Ranks = field(default_factory=dict)
     keeps_order_on: tuple[str, ...] = ()
+    in_pages: str | None = None
+    timing: Timing = Timing()
+    reaches_next_document: bool = False
+    splits_keys: bool = False
+    for_cache_rows: bool = False
     also_called: Ranks = field(default_factory=dict)
 
     def shortcut_of(self, spec: AttentionSpec) -> Shortcut | None:
@@ -249,6 +289,11 @@ class Backend:
     def takes_pages_alone(self) -> bool:
         """Whether it refuses every call that is not paged, see ``Pages``."""
         return self.pages is not None and self.pages.alone
+
+    @property
+    def runs_everywhere(self) -> bool:
+        """Whether it is the framework's own operations, which run on every device."""
+        return ANY in self.forward_claims.devices
 
     @property
     def runs_operators(self) -> bool:

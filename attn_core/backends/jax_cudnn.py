@@ -22,7 +22,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared.aten_masks import explicit
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
@@ -246,4 +246,7 @@ BACKEND = Backend(
     # torch's kernels have the same bits in both frameworks, so they come first.
     preference={"cuda": 90},
     also_called={"cudnn": 20},
+    # It applies causal beside a mask or bias in the kernel. torch's op needs causal in the mask, and computes all
+    # pairs: a call of 4 rows of 10816 tokens on an H200 took 11.5 ms, and sdpa_efficient 32.8 ms.
+    timing=Timing(in_xla=(20.0, 140.0), beside_table=0.5, model_of="sdpa_cudnn"),
 )

@@ -332,9 +332,12 @@ def costs(cases: list[Case], target: Target, models: Models | None) -> dict[str,
 
 
 def _predicted(spec: AttentionSpec, target: Target, models: Models) -> dict[str, float]:
-    kind, sizes = kind_of_call(spec), _sizes(spec, target)
+    call, sizes = kind_of_call(spec), _sizes(spec, target)
     known = {name: one for name, one in models[spec.needs_backward].items() if _is_modelled(name, spec, target)}
-    return {name: caution(name, model.error) * microseconds(model, kind, sizes) for name, model in known.items()}
+    return {
+        name: caution(name, target.kind, model.error) * microseconds(model, call, sizes)
+        for name, model in known.items()
+    }
 
 
 def _is_modelled(name: str, spec: AttentionSpec, target: Target) -> bool:

@@ -29,9 +29,10 @@ FLASH_DENSE = "flash_dense"
 XFORMERS = "xformers"
 SDPA = "sdpa"
 
+FLASH_KERNELS = ("flash3", "flash4", "flash2", "sdpa_flash")
 FAMILIES = {
-    FLASH_VARLEN: ("flash3", "flash4", "flash2", "sdpa_flash"),
-    FLASH_DENSE: ("flash3", "flash4", "flash2", "sdpa_flash"),
+    FLASH_VARLEN: FLASH_KERNELS,
+    FLASH_DENSE: FLASH_KERNELS,
     XFORMERS: ("xformers",),
     SDPA: ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
 }

@@ -15,13 +15,6 @@ from attn_core.selection.choice import explain
 from attn_core.selection.cost_model import FEW_QUERIES
 from attn_core.selection.target import Target
 
-DENSE_KERNELS = ("flash2", "sdpa_flash")
-"""Backends whose kernels run documents of a cache: fast on many queries, and they never read past a document's end.
-
-Slots after it may hold NaN. A tile of flash3 or flash4 reaches into them, and 0 * NaN is NaN.
-"""
-
-
 Form = Literal["pages", "documents", "ranges"]
 
 
@@ -60,7 +53,7 @@ def runs_packed(
 ) -> bool:
     """Returns whether a call that could take the form of pages runs as packed documents instead.
 
-    It does on a GPU if the rows have many queries, and a backend of ``DENSE_KERNELS`` is the choice. Documents lie in
+    It does on a GPU if the rows have many queries, and a backend ``for_cache_rows`` is the choice. Documents lie in
     the order of the cache, so a call with cache_index stays on pages, and so does one with slopes for each row.
 
     Args:
@@ -87,4 +80,6 @@ def _runs_packed(arrays: Arrays, options: Options, target: Target, names: tuple[
     arrays = arrays._replace(**named, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     spec = build_spec(arrays, options._replace(max_len_q=q_len, max_len_k=2 * kv_len))
     chosen = explain(spec, target, names).backend
-    return chosen in DENSE_KERNELS and (names is None or chosen == names[0])
+    if chosen is None or (names is not None and chosen != names[0]):
+        return False
+    return backends.load(chosen, target.kind).for_cache_rows

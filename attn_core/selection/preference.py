@@ -29,45 +29,12 @@ from attn_core.selection.target import Target, reasons_of
 CAUTION = 0.25
 """A predicted time counts as longer by this many times the model's error, so that doubtful backends lose ties."""
 
-DOUBTFUL = {"flex": 1.3, "math": 1.6}
-"""Backends whose predicted times count as this many times as long, because they are rarely the fastest if another one
-runs the call. FlexAttention compiles a kernel for every kind of call, so that few calls say how fast it is."""
-
-BEHIND = {"flex": "sdpa_efficient"}
-"""Backends that never rank before another one, because where both run a call, they were never faster.
-
-FlexAttention in float32 takes 2 to 200 times as long as sdpa_efficient, depending on the kernel that it compiles to."""
-
-BEHIND_WITHOUT_TIME = {"xformers": "sdpa_efficient"}
-"""The same for calls of which a backend has no predicted time. xformers has one where it runs its split-KV kernel; else
-it launches the kernels of sdpa_efficient and FlashAttention-2."""
-
 SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
 
-NEW_LENGTH = {"sdpa_cudnn": 1000.0}
-"""Host microseconds of decoding in torch beyond the model's, which was measured on calls that repeat.
-
-Without a mask there is one more key with every token, and cuDNN prepares a plan for every number of keys: 33 ms for a
-forward on an H200 host with cuDNN 9.19, measured on 2026-11-24, which about 32 layers share."""
-
-CALLBACK = {
-    False: {"flash2": 50.0, "flash3": 90.0, "sdpa_flash": 90.0, "": 125.0},
-    True: {"flash2": 200.0, "sdpa_flash": 420.0, "": 600.0},
-}
-"""Host microseconds in JAX on a GPU if XLA calls Python, forward (False) and training (True); "" for other backends.
-
-From single jitted calls (seed 8 of ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24,
-less JAX's own time for such a call. Most ran without XLA's autotuning, which compiles for minutes."""
-
 CALLBACK_TABLE = {False: 250.0, True: 500.0}
-"""More of them for a mask or a bias, which the callback prepares."""
-
-XLA_LAUNCH = {
-    False: {"jax_cudnn": 20.0, "jax_xla": 25.0, "": 10.0},
-    True: {"jax_cudnn": 140.0, "jax_xla": 45.0, "": 20.0},
-}
-"""The same if XLA launches the kernels itself."""
+"""Host microseconds, forward (False) and training (True), of a callback for a mask or a bias, which it prepares. Those
+of the callback itself are in each backend's ``Timing``."""
 
 OPERATORS, OPERATORS_TABLE = {False: 45.0, True: 220.0}, {False: 60.0, True: 120.0}
 """The same if XLA runs operators of torch itself; and more for a mask or a bias. Of an H200 host on 2026-11-27."""
@@ -84,12 +51,6 @@ HIDDEN_BY_HOST = 0.5
 There the fit saw the host's time alone. The share grows to 1 for kernels that take twice as long as the host. From
 jitted calls on an H200 and an H100."""
 
-CAUSAL_BESIDE_TABLE = 0.5
-"""``jax_cudnn`` applies causal beside a mask or bias in the kernel, so it takes about this share of torch's time.
-
-torch's op needs causal in the mask, and computes all pairs. A call of 4 rows of 10816 tokens on an H200 took 11.5 ms,
-and sdpa_efficient 32.8 ms."""
-
 TINY_HEADS, TINY_SCORES = 24, 2**12
 """Heads of all rows, and scores, up to which a call takes as long as the callback into Python."""
 
@@ -98,9 +59,6 @@ SMALL_SCORES = 2**18
 
 SMALL_GRADIENT = 2**21
 """The same for gradients of half precision, compared with torch's flash kernel."""
-
-SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
-"""Backends of JAX that run the kernel of another backend, so that they have its model."""
 
 
 class Candidate(NamedTuple):
@@ -128,7 +86,8 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if _table(framework, device) is not None and (timed := _order_by_time(_of_round_lengths(spec), framework, device)):
         return timed
     if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
-        return ("jax_xla", *(name for name in usual if name != "jax_xla"))
+        plain = backends.plain_backend("jax")
+        return (plain, *(name for name in usual if name != plain))
     return usual
 
 
@@ -193,10 +152,10 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
         ]
         if not timed:
             return []
-        # torch does not run jax_xla, so it has no model.
-        scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
-        of_xla = max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
-        return [*timed, (of_xla, timed[-1][1] + 1, "jax_xla")]
+        # torch does not run JAX's own operations, so they have no model.
+        scores, plain = spec.batch * spec.num_heads * spec.q_len * spec.kv_len, backends.plain_backend("jax")
+        launch = backends.load(plain, backends.kind_of(device)).timing.in_xla[spec.needs_backward]
+        return [*timed, (max(launch, XLA_SCORE[spec.needs_backward] * scores), timed[-1][1] + 1, plain)]
     return [(max(each.host, time), each.place, each.name) for each, time in zip(known, on_device)]
 
 
@@ -211,14 +170,12 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     cautions, models = _models(framework, device, kind.training)
     grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
     where = backends.kind_of(device)
-    return tuple(
-        Candidate(
-            place, name, backends.load(name, where), caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(rates)
-        )
-        for place, ((name, caution), (host, *rates)) in enumerate(
-            zip(cautions.items(), models.of_kind(kind) if cautions else ())
-        )
-    )
+    found: list[Candidate] = []
+    for (name, caution), (host, *rates) in zip(cautions.items(), models.of_kind(kind) if cautions else ()):
+        backend = backends.load(name, where)
+        host += grows * backend.timing.new_length
+        found.append(Candidate(len(found), name, backend, caution, host, tuple(rates)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)
@@ -226,15 +183,33 @@ def _models(framework: str, device: str, training: bool) -> tuple[dict[str, floa
     """Returns the caution of each backend that has a model in a direction, in the usual order, and these models."""
     table = _table(framework, device)
     known = {} if table is None else table.models[training]
-    usual = backends.usual_order(framework, backends.kind_of(device))
-    named = {name: known[SAME_KERNEL.get(name, name)] for name in usual if SAME_KERNEL.get(name, name) in known}
-    cautions = {name: caution(name, model.error) for name, model in named.items()}
+    kind = backends.kind_of(device)
+    named = {}
+    for name in backends.usual_order(framework, kind):
+        kernel = backends.load(name, kind).timing.model_of or name
+        if kernel in known:
+            named[name] = known[kernel]
+    cautions = {name: caution(name, kind, model.error) for name, model in named.items()}
     return cautions, Models(list(named.values()), list(cautions.values()))
 
 
-def caution(name: str, error: float) -> float:
+def caution(name: str, kind: str, error: float) -> float:
     """Returns how many times as long the predicted times of a backend count, by the error of its model."""
-    return DOUBTFUL.get(name, 1.0) * math.exp(CAUTION * error)
+    return backends.load(name, kind).timing.caution * math.exp(CAUTION * error)
+
+
+@lru_cache(maxsize=1)
+def behind() -> tuple[dict[str, str], dict[str, str]]:
+    """Returns what each backend never ranks before: whatever the call, and without a predicted time."""
+    every = [(name, backend.timing) for name in backends.names() for backend in backends.records(name).values()]
+    always = {name: timing.behind for name, timing in every if timing.behind is not None}
+    without = {name: timing.behind_without_time for name, timing in every if timing.behind_without_time is not None}
+    return always, without
+
+
+def _plain() -> tuple[str, ...]:
+    """Returns the backends of the frameworks' own operations."""
+    return backends.plain_backend("jax"), backends.plain_backend("torch")
 
 
 def ranking(times: Mapping[str, float], usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -253,19 +228,21 @@ def _ranked(timed: list[tuple[float, int, str]], usual: tuple[str, ...]) -> tupl
 def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tuple[str, ...]:
     """Returns all candidates: ``timed`` with the backends without a model between the ``fast`` first and the others.
 
-    JAX's own operations rank directly before "math" if neither has a model: both are plain operations, but JAX's need
-    no bridge.
+    JAX's own operations rank directly before torch's if neither has a model: JAX's need no bridge.
     """
     unknown = [name for name in usual if name not in timed]
-    # "math" may be the only one of ``timed`` that can run a call, and on a GPU it is slow even if nothing says so.
-    if "math" in timed[:fast] and "flex" in usual[: usual.index("math")]:
-        fast = timed.index("math")
-    late = [name for name in unknown if name in ("jax_xla", "math")]
+    of_torch = backends.plain_backend("torch")
+    # It may be the only one of ``timed`` that can run a call, and where it comes last (on a GPU) it is slow even if
+    # nothing says so.
+    if of_torch in timed[:fast] and usual[-1] == of_torch:
+        fast = timed.index(of_torch)
+    late = [name for name in unknown if name in _plain()]
     ranked = [*timed[:fast], *(name for name in unknown if name not in late), *timed[fast:]]
-    place = ranked.index("math") if "math" in ranked else len(ranked)
+    place = ranked.index(of_torch) if of_torch in ranked else len(ranked)
     ranked[place:place] = late
-    untimed = {name: ahead for name, ahead in BEHIND_WITHOUT_TIME.items() if name not in timed}
-    for name, ahead in (BEHIND | untimed).items():
+    always, without_time = behind()
+    untimed = {name: ahead for name, ahead in without_time.items() if name not in timed}
+    for name, ahead in (always | untimed).items():
         if ahead in timed and name in ranked and ranked.index(name) < ranked.index(ahead):
             ranked.remove(name)
             ranked.insert(ranked.index(ahead) + 1, name)
@@ -295,24 +272,23 @@ def xla_is_faster(spec: AttentionSpec) -> bool:
 
 def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionSpec, device: str) -> float:
     """Returns the predicted time of a backend, with caution; ``device_time``: the device's own, with caution."""
-    name, backend, caution, host_in_torch = candidate.name, candidate.backend, candidate.caution, candidate.host
+    backend, caution, host_in_torch = candidate.backend, candidate.caution, candidate.host
+    timing, training = backend.timing, spec.needs_backward
     has_table = spec.mask_shape is not None or spec.bias_shape is not None
-    if name == "jax_cudnn" and spec.causal and has_table:
-        device_time *= CAUSAL_BESIDE_TABLE
-    callback, launch = CALLBACK[spec.needs_backward], XLA_LAUNCH[spec.needs_backward]
-    slowest = callback.get(name, callback[""])
-    slowest += has_table * CALLBACK_TABLE[spec.needs_backward]
+    if spec.causal and has_table:
+        device_time *= timing.beside_table
+    slowest = timing.in_callback[training] + has_table * CALLBACK_TABLE[training]
     if device_time >= max(caution * slowest, 2 * host_in_torch):
         return device_time  # the device surely takes longer than the host
-    # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
-    if name != "jax_cudnn" and backend.program_refuses(spec, device) != ():
+    # XLA launches a backend of JAX without a program of ours.
+    if backend.framework == "torch" and backend.program_refuses(spec, device) != ():
         return max(caution * slowest, device_time)
     if backend.runs_operators:
-        on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
+        on_host = OPERATORS[training] + has_table * OPERATORS_TABLE[training]
         return max(caution * on_host, device_time)
-    if spec.needs_backward and host_in_torch:
+    if training and host_in_torch:
         device_time *= min(1.0, max(HIDDEN_BY_HOST, device_time / (2 * host_in_torch)))
-    return max(caution * launch.get(name, launch[""]), device_time)
+    return max(caution * timing.in_xla[training], device_time)
 
 
 # Calls with ``invariant``. Backends round differently, so one backend must compute all calls in which a row's bits are
@@ -333,8 +309,6 @@ SETTINGS = {
 BECAUSE = "it runs a row's calls of every length, dense, packed, masked and in training, so their bits are equal"
 """Why a backend was chosen for a call with ``invariant``."""
 
-FROM_PAGES = {"triton_ordered": "triton_splitkv"}
-"""The backend that reads pages with the bits of another one, if that is not itself."""
 SHARED = (
     *("num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "causal", "alignment", "window", "softcap"),
     *("scale", "bias_dtype", "sinks", "deterministic", "invariant"),
@@ -356,7 +330,11 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
         keeper = _keeper(_shared_of(spec), len(spec.alibi_shape or ()), axes, in_pages, target)
     if keeper is None:
         return _order(target, paged)
-    return (FROM_PAGES.get(keeper, keeper) if paged else keeper,)
+    return (_in_pages(keeper, target.kind) if paged else keeper,)
+
+
+def _in_pages(name: str, kind: str) -> str:
+    return backends.load(name, kind).in_pages or name
 
 
 @lru_cache(maxsize=1024)  # a decoding loop asks with every new length
@@ -373,7 +351,7 @@ def _keeper(
 
     def runs(name: str) -> int:
         return sum(
-            next(reasons_of(FROM_PAGES.get(name, name) if form.paged else name, form, target), None) is None
+            next(reasons_of(_in_pages(name, target.kind) if form.paged else name, form, target), None) is None
             for form in forms
         )
 
@@ -417,7 +395,7 @@ def _order(target: Target, in_pages: bool) -> tuple[str, ...]:
     in_order = backends.in_order_on(target.kind)
     if in_order is None or in_pages:
         return names
-    fast = [name for name in names if name not in ("jax_xla", "math")]
+    fast = [name for name in names if name not in _plain()]
     return (*fast, in_order, *(name for name in names if name not in fast))
 
 

@@ -142,7 +142,7 @@ class Fitting:
     def ranked(self, record: Record) -> tuple[str, ...]:
         """Returns the candidates of a record, best first, as choice would rank them if it had not seen the call."""
         times, training = self.unseen[self._place[id(record)]], record["direction"] == "training"
-        cautious = {name: time * caution(name, self._errors[training, name]) for name, time in times.items()}
+        cautious = {name: time * caution(name, self.kind, self._errors[training, name]) for name, time in times.items()}
         usual = backends.usual_order(self.raw["framework"], self.kind)
         return ranking(cautious, usual)
 
@@ -191,7 +191,7 @@ def package_order(raw: dict[str, Any]) -> tuple[str, Callable[[Record], Sequence
         kind, sizes = kind_of_call(spec), sizes_of_call(spec, table.tile, table.processors)
         models = table.models[spec.needs_backward].items()
         times = {
-            name: caution(name, model.error) * microseconds(model, kind, sizes)
+            name: caution(name, backends.kind_of(device), model.error) * microseconds(model, kind, sizes)
             for name, model in models
             if name in right and backends.load(name, backends.kind_of(device)).modelled(spec)
         }

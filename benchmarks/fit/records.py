@@ -18,8 +18,8 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import timing
 from attn_core.errors import SpecError
+from attn_core.selection import preference
 from attn_core.selection.cost_model import kind_of_call, sizes_of_call
-from attn_core.selection.preference import BEHIND
 from attn_core.selection.whole_file import read_json, write_whole
 from benchmarks.fit.models import HOST_DECIDES, Sample, slowness
 from benchmarks.fit.plain import spec_of
@@ -252,10 +252,10 @@ def _weight(name: str, times: Mapping[str, float]) -> float:
     """Returns how much a time counts in a fit: less if the backend is far from the best, so that it is never chosen.
 
     The best of all backends, or of those that need no package but torch. A backend is never chosen, either, where the
-    one runs that it ranks behind (BEHIND in preference.py).
+    one runs that it ranks behind (``behind`` of its record).
     """
     weight = LEAST_WEIGHT
-    if BEHIND.get(name) in times:
+    if preference.behind()[0].get(name) in times:
         return weight
     for installed in (tuple(times), TORCH_ALONE):
         if name in installed:

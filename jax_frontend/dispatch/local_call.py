@@ -208,18 +208,19 @@ def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callabl
     Raises:
         SpecError: if the caller named other backends, or XLA's operations cannot run the call.
     """
-    if requested is not None and "jax_xla" not in requested:
+    plain = backends.plain_backend("jax")
+    if requested is not None and plain not in requested:
         raise SpecError(
             f"backend={', '.join(requested)!r}: expected a program for {call.device}, because its kernels run there "
-            f'only, got one for the platform {platform!r}; backend=None and backend="jax_xla" run on every platform'
+            f'only, got one for the platform {platform!r}; backend=None and backend="{plain}" run on every platform'
         )
-    reasons = refusals("jax_xla", call.spec, Target("jax", "cpu"))
+    reasons = refusals(plain, call.spec, Target("jax", "cpu"))
     if reasons:
         raise SpecError(
-            f"platform {platform!r}: expected a call that jax_xla can run, as {call.backend} runs on {call.device} "
+            f"platform {platform!r}: expected a call that {plain} can run, as {call.backend} runs on {call.device} "
             f"alone, got {call.spec}, refused: {'; '.join(reasons)}"
         )
-    return partial(run, call._replace(backend="jax_xla"))
+    return partial(run, call._replace(backend=plain))
 
 
 def is_exported_over_a_mesh(ctx: Any) -> bool:
@@ -239,18 +240,18 @@ def splittable(whole: Any) -> Any:
     Raises:
         SpecError: if the caller named other backends, or XLA's operations cannot run the call.
     """
-    call, requested = whole.call, whole.requested
+    call, requested, plain = whole.call, whole.requested, backends.plain_backend("jax")
     reasons: tuple[str, ...] = ()
-    if requested is not None and "jax_xla" not in requested:
+    if requested is not None and plain not in requested:
         reasons = (f"backend={', '.join(requested)!r}",)
     elif call.direction != "row_maximum":
-        reasons = refusals("jax_xla", call.spec, Target("jax", "cpu"))
+        reasons = refusals(plain, call.spec, Target("jax", "cpu"))
     if reasons:
         raise SpecError(
-            "jax.export over a mesh: expected a call that jax_xla can run, or one inside jax.shard_map, because only "
+            f"jax.export over a mesh: expected a call that {plain} can run, or one inside jax.shard_map, because only "
             f"this process can split calls of kernels, got {'; '.join(reasons)}"
         )
-    return whole._replace(call=call._replace(backend="jax_xla"))
+    return whole._replace(call=call._replace(backend=plain))
 
 
 def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:

@@ -79,7 +79,7 @@ def _choice(spec: AttentionSpec, device: str) -> row_maximum.RowMaximum:
     first = backends.row_maximum_order("jax", backends.kind_of(device))[0]
     choice = row_maximum.choose(spec, Target("jax", device))
     # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
-    if first == "jax_xla" and choice.backend == first:
+    if first == backends.plain_backend("jax") and choice.backend == first:
         return choice
     return row_maximum.choose(spec, Target.here("jax", device))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from attn_core import backends
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.observe import compiled
@@ -31,7 +32,7 @@ from jax_frontend.dispatch import (
     tangent,
     value_checks,
 )
-from jax_frontend.dispatch.plan import DIFFERENTIABLE, Plan
+from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.vmap import MappedCall, batch_call
 
 
@@ -212,12 +213,12 @@ def backend_with_derivatives(call: MappedCall) -> MappedCall:
     """
     if local_call.speaks_jax(call.call):
         return call
-    spec, requested = call.call.spec, call.requested
-    names = (DIFFERENTIABLE,) if requested is None or DIFFERENTIABLE in requested else requested
+    spec, requested, plain = call.call.spec, call.requested, backends.plain_backend("jax")
+    names = (plain,) if requested is None or plain in requested else requested
     choice = forward_mode.choose(spec, Target("jax", call.call.device), names, spec.aux_gradients, over_reverse=True)
-    if choice.backend != DIFFERENTIABLE:
+    if choice.backend != plain:
         raise choice.error()
-    return call._replace(call=call.call._replace(backend=DIFFERENTIABLE))
+    return call._replace(call=call.call._replace(backend=plain))
 
 
 class OperationsDerivative(NamedTuple):

@@ -59,8 +59,6 @@ class Plan(NamedTuple):
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]
-DIFFERENTIABLE = "jax_xla"
-"""The backend of JAX operations, whose gradients and tangents have derivatives."""
 
 
 @lru_cache(maxsize=4096)
@@ -103,13 +101,14 @@ def with_tangents(call: Plan, *, again: bool = False) -> Plan:
         SpecError: if no backend, or not the requested one, can compute them; the message has every reason.
     """
     requested = call.requested
-    if again:
-        if requested is not None and DIFFERENTIABLE not in requested:
+    if again:  # only the gradients and tangents of JAX's operations have derivatives
+        plain = backends.plain_backend("jax")
+        if requested is not None and plain not in requested:
             raise SpecError(
                 f"backend={', '.join(requested)!r}: expected first derivatives, its kernels have no others; "
-                f'backend="{DIFFERENTIABLE}" has a derivative of its forward mode'
+                f'backend="{plain}" has a derivative of its forward mode'
             )
-        requested = (DIFFERENTIABLE,)
+        requested = (plain,)
     spec, backend = _forward_mode(call.spec, call.device, requested)
     if backend == call.backend:
         return call
@@ -122,7 +121,7 @@ def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] |
     first = (requested or backends.forward_mode_order("jax", backends.kind_of(device)))[:1]
     choice = forward_mode.choose(spec, Target("jax", device), requested, spec.aux_gradients)
     # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
-    if first != (DIFFERENTIABLE,) or choice.backend != DIFFERENTIABLE:
+    if first != (backends.plain_backend("jax"),) or (choice.backend,) != first:
         choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
     return choice.spec, forward_mode.noted(choice)
 
@@ -131,25 +130,26 @@ def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] |
 def backend_of(call_spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> str:
     """Returns the name of the backend that runs a call."""
     new_plans.evicted(backend_of)
-    if _takes_jax_xla(call_spec, device, requested):
-        new_plans.planned(call_spec, Target("jax", device), requested, "jax_xla", fell_back=False)
-        return "jax_xla"
+    plain = backends.plain_backend("jax")
+    if _takes(plain, call_spec, device, requested):
+        new_plans.planned(call_spec, Target("jax", device), requested, plain, fell_back=False)
+        return plain
     selection = select(call_spec, Target.here("jax", device), requested)
     new_plans.selected(selection)
     return selection.backend or ""
 
 
-def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | None) -> bool:
-    """Returns whether ``jax_xla`` is the first choice and can run the call.
+def _takes(plain: str, spec: AttentionSpec, device: str, names: tuple[str, ...] | None) -> bool:
+    """Returns whether the backend of JAX's operations is the first choice and can run the call.
 
     ``select`` would choose it, too. But it looks for every installed backend first, and so imports torch.
     """
     if spec.invariant is not None:  # which backend keeps it depends on those that are installed
         return False
     preferred = preference.order(spec, "jax", device) if names is None else names
-    if preferred[:1] != ("jax_xla",) or backends.availability("jax_xla")[1] is not None:
+    if preferred[:1] != (plain,) or backends.availability(plain)[1] is not None:
         return False
-    return not refusals("jax_xla", spec, Target("jax", device))
+    return not refusals(plain, spec, Target("jax", device))
 
 
 def explanation(call_spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> Selection:

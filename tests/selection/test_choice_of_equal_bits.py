@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_core import AttentionSpec
+from attn_core import AttentionSpec, backends
 from attn_core.call.pages import PagedKV
 from attn_core.selection import explain
-from attn_core.selection.preference import FROM_PAGES
 from attn_core.selection.target import Target
 from benchmarks.fit.calls import as_called
 
@@ -95,7 +94,8 @@ def calls(draw: Any, row: AttentionSpec) -> AttentionSpec:
 def test_one_backend_has_all_calls_with_a_row(life: tuple[Target, list[AttentionSpec]]) -> None:
     """Some forms no backend may have; but two backends never share a row."""
     target, specs = life
-    twins = {pages: name for name, pages in FROM_PAGES.items()}
+    records = {name: backends.load(name, "cuda") for name in backends.names()}
+    twins = {record.in_pages: name for name, record in records.items() if record.in_pages}
     chosen = [explain(spec, target).backend for spec in specs]
     named = {twins.get(name, name) for name in chosen if name is not None}
     assert len(named) <= 1, dict(zip(map(str, specs), chosen, strict=True))

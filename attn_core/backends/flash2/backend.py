@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.build_trials import averages, runs
 from attn_core.backends.shared.cached_once import cached_once
@@ -300,4 +300,7 @@ BACKEND = Backend(
         "flash_attention_2": 10,
         "flash_attn_2": 10,
     },
+    timing=Timing(in_callback=(50.0, 200.0)),
+    splits_keys=True,
+    for_cache_rows=True,
 )

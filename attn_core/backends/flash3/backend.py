@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from attn_core.backends.contract import Backend, Program
+from attn_core.backends.contract import Backend, Program, Timing
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
@@ -471,4 +471,7 @@ BACKEND = Backend(
         "flash_attention_3": 10,
         "flash_attn_3": 10,
     },
+    timing=Timing(in_callback=(90.0, 600.0)),
+    reaches_next_document=True,
+    splits_keys=True,
 )

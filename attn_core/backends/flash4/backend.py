@@ -470,4 +470,5 @@ BACKEND = Backend(
         "flash_attention_4": 10,
         "flash_attn_4": 10,
     },
+    reaches_next_document=True,
 )

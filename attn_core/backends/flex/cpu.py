@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.flex import functions
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.split_documents import documents
@@ -220,4 +220,5 @@ BACKEND = Backend(
     # It writes out all scores, so plain operations come before it.
     preference={"cpu": 40},
     also_called={"flex_attention": 10},
+    timing=Timing(caution=1.3),  # as on GPUs
 )

@@ -19,7 +19,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.flex import functions, learned
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.functions import PackedTokens
@@ -349,4 +349,7 @@ BACKEND = Backend(
     shortcut=shortcut,
     # It compiles a kernel for each kind of call, so it comes after kernels that are there.
     preference={"cuda": 80},
+    # It compiles a kernel for every kind of call, so that few calls say how fast it is. In float32 it takes 2 to 200
+    # times as long as sdpa_efficient, depending on the kernel that it compiles to.
+    timing=Timing(caution=1.3, behind="sdpa_efficient"),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass
+from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass, Timing
 from attn_core.backends.jax_xla import attention, fixed_tiles, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared import kernel_limits
@@ -199,4 +199,5 @@ BACKEND = Backend(
     preference={"cpu": 30, "cuda": 100, ANY: 10},
     paged_preference={"cuda": 50},
     also_called={"xla": 10},
+    timing=Timing(in_xla=(25.0, 45.0)),
 )

@@ -294,4 +294,5 @@ BACKEND = Backend(
     program=Program(make=program, refuses=program_refuses, operands=operands_in_float32),
     writes_into=("forward", "backward"),
     keeps_order_on=("cuda",),
+    in_pages="triton_splitkv",
 )

@@ -357,4 +357,5 @@ BACKEND = Backend(
     # With few queries it comes first; prompts run on the kernels of packages.
     paged_preference={"cuda": 40},
     also_called={"triton": 10},
+    splits_keys=True,
 )

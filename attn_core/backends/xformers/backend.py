@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import kernel_limits, known_bad, rewrites
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import Build, Support
@@ -280,4 +280,7 @@ BACKEND = Backend(
     # It launches the kernels beside it, and one of its own that splits the keys.
     preference={"cuda": 60},
     also_called={"cutlass": 20},
+    # It has a predicted time where it runs its split-KV kernel; else it launches the kernels of sdpa_efficient and
+    # FlashAttention-2.
+    timing=Timing(behind_without_time="sdpa_efficient"),
 )

@@ -11,6 +11,7 @@ from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
+from attn_core import backends
 from attn_core.call.functions import aux_of
 from attn_core.cli.certify.calls import Call, Case, Form, Subject, accepted, documents, drawn, refusal, sizes_of
 from attn_core.cli.devices import installed
@@ -19,10 +20,6 @@ from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.errors import LayoutWarning
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-REACHES_BACK = dict.fromkeys(("flash3", "flash4"), "the last tile of a document holds the next one's first tokens")
-"""A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
-SPLITS_KEYS = ("flash2", "flash3", "triton_splitkv")
-"""Where these split the keys of few queries, a row that is NaN may be 0 in the output."""
 PADDING = 28
 """Tokens behind a row, which the causal diagonal hides."""
 QUERIES, KEYS = ("q", "out", "dq", "lse", "dout", "dlse"), ("k", "v", "dk", "dv")
@@ -162,15 +159,16 @@ def _in_torch(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
 
 
 def _poisoned(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
-    given, packed, backend = _given(case), case.form.spec.packed, case.subject.backend
+    given, packed = _given(case), case.form.spec.packed
+    backend = backends.load(case.subject.backend, case.subject.target.kind)
     if case.subject.claims.approximate:  # an Inf spoils what it is quantised with
         return
     for value, number in ((np.nan, 0), (np.inf, len(given) - 1)):
         filled = {name: np.full_like(array, value) for name, array in given[number].items() if name != "dlse"}
         parts = [part | (filled if place == number else {}) for place, part in enumerate(given)]
-        first = 0 if backend in REACHES_BACK and packed else number
+        first = 0 if backend.reaches_next_document and packed else number
         expected = [{} if first <= place <= number else whole[place] for place in range(len(given))]
-        shows = None if backend in SPLITS_KEYS else number
+        shows = None if backend.splits_keys else number
         yield Twin(f"{value} in part {number}", _joined(case, parts, packed), expected, shows)
 
 
