@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -101,6 +100,8 @@ def _stale(raw: dict[str, Any], device: str) -> str | None:
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Returns the versions of packages; None if not installed."""
+    from importlib import metadata  # a fifth of the time of ``import attn_core``, and few calls need it
+
     result: dict[str, str | None] = {}
     for name in packages:
         try:

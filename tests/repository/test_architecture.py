@@ -224,6 +224,15 @@ def test_import_loads_no_framework(statement: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", ["importlib.metadata", "unittest", "asyncio", "subprocess"])
+def test_import_loads_nothing_slow(name: str) -> None:
+    """Each takes as long as several modules of ours, and few calls need it."""
+    loaded = f"print({name!r} in sys.modules)"
+    done = python(f"import sys, numpy; {loaded}; import attn_core; {loaded}")
+    by_numpy, by_us = done.stdout.split()
+    assert by_numpy == by_us, done.stdout + done.stderr
+
+
 def test_the_import_check_can_fail() -> None:
     pytest.importorskip("jax")
     done = python(f"import attn_core, jax\n{LOADED}")
