@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attn_core import backends
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth import (
     AttentionConfig,
@@ -22,6 +23,8 @@ from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
 
 Tensor = torch.Tensor
+# Dynamo would trace how the order is derived. It depends on constants alone, so Dynamo takes the result.
+vars(backends.usual_order.__wrapped__).update(_dynamo_marked_constant=True)
 
 
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
