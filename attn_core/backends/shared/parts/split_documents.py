@@ -98,5 +98,5 @@ def dense_inputs(inputs: Inputs, document: DocumentSlices) -> Inputs:
     rows, keys = document
     # [tokens, heads, dim] -> [1, the document's tokens, heads, dim]
     q, k, v = inputs.q[rows][None], inputs.k[keys][None], inputs.v[keys][None]
-    mask, bias = (part_of(table, rows, keys) for table in (inputs.mask, inputs.bias))
+    mask, bias = part_of(inputs.mask, rows, keys), part_of(inputs.bias, rows, keys)
     return inputs._replace(q=q, k=k, v=v, mask=mask, bias=bias, cu_seqlens_q=None, cu_seqlens_k=None)
