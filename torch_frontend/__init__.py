@@ -16,7 +16,7 @@ from torch_frontend import context_parallel, flops  # noqa: F401  flops tells to
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
-from torch_frontend.explain import explain
+from torch_frontend.explain import explain, warm_up
 from torch_frontend.paged.append import append_kv
 from torch_frontend.paged.attention import explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
@@ -24,7 +24,6 @@ from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 from torch_frontend.qkvpacked import attention_qkvpacked
 from torch_frontend.unsloth import run_attention
-from torch_frontend.warm_up import warm_up
 
 __all__ = [
     "NoBackendError",

@@ -159,7 +159,7 @@ def test_a_seen_call_checks_nothing_again(launched: list[str], monkeypatch: pyte
     }
     for each in calls.values():  # the first call of a kind finds its launches, the second one repeats them
         each(), each()
-    for module in ("torch_frontend.flash_attn.kvcache_calls", "attn_core.dropins.flash_attn.cache"):
+    for module in ("torch_frontend.flash_attn.frontend", "attn_core.dropins.flash_attn.cache"):
         monkeypatch.setattr(f"{module}.check_facts", None)
     for module in ("append.check_appended", "dense_caches._checked", "dense_caches.check_metadata"):
         monkeypatch.setattr(f"torch_frontend.paged.{module}", None)

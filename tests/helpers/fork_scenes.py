@@ -146,7 +146,7 @@ def scene_locks() -> dict[str, Any]:
     import torch
 
     import torch_frontend.diffusers
-    import torch_frontend.finetrainers.registration as registration
+    import torch_frontend.finetrainers as registration
     from attn_core import AttentionSpec, Target, explain
     from attn_core.backends.flex import program
     from attn_core.backends.shared import first_call

@@ -18,8 +18,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.step import Step
 from torch_frontend import module
-from torch_frontend.module import Attention
-from torch_frontend.paged.layer import token_places
+from torch_frontend.module import Attention, token_places
 
 pytestmark = pytest.mark.sampled
 

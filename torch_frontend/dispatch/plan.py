@@ -17,7 +17,7 @@ from attn_core.call.mask_objects import Visible, as_options
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 from attn_core.selection import Selection, Target, explain, new_plans, select
 from torch_frontend.dispatch import cudnn_plans, sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device, with_four_axes
@@ -143,6 +143,16 @@ def facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayF
     if not isinstance(dtype, torch.dtype):  # numpy arrays also have a shape, a dtype and the device "cpu"
         raise TypeError(f"expected a torch.dtype, got {dtype!r}")
     return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
+
+
+def device_of(device: Any) -> torch.device:
+    """Returns a device. Raises SpecError for a value that names none."""
+    if not isinstance(device, torch.device | str | int):
+        raise SpecError(f"device={shown(device)}: expected a torch.device or its name")
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
 
 
 def device_name(device: torch.device) -> str:

@@ -37,8 +37,6 @@ from torch_frontend.dispatch.tensor_kinds import (
 )
 from torch_frontend.finetrainers.call import check_mesh, run_on_provider, run_over_ranks
 
-__all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
-
 Tensor = torch.Tensor
 
 _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack

@@ -22,8 +22,6 @@ from attn_core.errors import SpecError, needs_extra, shown
 from torch_frontend.huggingface import continuous_batching
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
 
-__all__ = ["NAME", "register", "set_layer_backends", "unregister"]
-
 
 def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None]) -> None:
     """Sets the backend of single layers: ``{layer_idx: name}``; None removes a layer's setting.

@@ -9,14 +9,14 @@ import torch
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
-from attn_core.errors import DeviceError, SpecError, shown
+from attn_core.errors import DeviceError
 from attn_core.paged import layouts
 from attn_core.paged.allocation import sizing
 from attn_core.paged.allocation.allocator import Copies
 from attn_core.paged.allocation.sizing import PoolSizes
 from attn_core.paged.cache import CacheSizes, PagedCache
 from attn_core.paged.step import Step
-from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.plan import check_tensor, device_of
 from torch_frontend.paged.append import append_kv
 from torch_frontend.paged.attention import paged_attention
 
@@ -61,14 +61,11 @@ class PagedKVCache(PagedCache[Tensor]):
         kv_dtype: torch.dtype | str | None = None,
         **sizes: Unpack[CacheSizes],
     ) -> None:
-        try:
-            device = torch.device(device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
+        place = device_of(device)
 
         def new(shape: tuple[int, ...], name: str) -> Tensor:
             make = torch.zeros if len(shape) == 4 else torch.ones
-            return make(shape, dtype=getattr(torch, name), device=device)
+            return make(shape, dtype=getattr(torch, name), device=place)
 
         super().__init__(new, dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), **sizes)
         self.dtype = dtype
@@ -163,10 +160,7 @@ def name_of(dtype: Any) -> Any:
 
 
 def _free_memory(device: Any) -> int:
-    try:
-        device = torch.device(device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
+    device = device_of(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise DeviceError(
             f"device={device}: expected a GPU, whose free memory torch can tell; else pass memory in bytes"

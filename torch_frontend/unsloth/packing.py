@@ -16,18 +16,8 @@ from attn_core.call.kinds import MOST, check_kind, check_size, is_host_int
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
-from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.plan import check_tensor, device_of
 from torch_frontend.dispatch.tensor_kinds import check_data
-
-__all__ = [
-    "build_sdpa_packed_attention_mask",
-    "build_xformers_block_causal_mask",
-    "cover_padded_cu_seqlens",
-    "get_packed_info_from_kwargs",
-    "mask_packed_boundary_labels",
-    "mask_packed_sequence_boundaries",
-    "move_xformers_attention_bias",
-]
 
 Tensor = torch.Tensor
 
@@ -260,16 +250,6 @@ def check_triple(seq_info: Any) -> Packed:
         raise SpecError(f"seq_info: expected the triple (lengths, cu_seqlens, longest), got {type(seq_info).__name__}")
     check_tensor("seq_info", seq_info[1])
     return seq_info
-
-
-def device_of(device: Any) -> torch.device:
-    """Returns a device. Raises SpecError for a value that names none."""
-    if not isinstance(device, torch.device | str | int):
-        raise SpecError(f"device={shown(device)}: expected a torch.device or its name")
-    try:
-        return torch.device(device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
 
 
 def lengths_within(name: str, labels: Tensor, seq_lengths: Any, ignore_index: Any, most: int) -> tuple[Tensor, Tensor]:
