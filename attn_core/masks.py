@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.kinds import check_size, is_host_int
+from attn_core.call.kinds import MOST, check_size, is_host_int
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import ShapeError, SpecError, shown
 
@@ -27,11 +27,9 @@ __all__ = [
 ]
 
 
-def _check_length(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
+def _check_length(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
     """Returns a number of tokens as an int, if it is from ``least`` to ``most``."""
-    check_size(name, value, least)
-    if most is not None and value > most:
-        raise ShapeError(f"{name}={value}: expected at most {most}")
+    check_size(name, value, least, most)
     return int(value)
 
 

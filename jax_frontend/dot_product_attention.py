@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from attn_core.call.arguments import ArrayFacts, check_qkv
-from attn_core.call.kinds import is_host_int
+from attn_core.call.kinds import check_int32, is_host_int
 from attn_core.call.options import check_flag, check_number, requested_names
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from jax_frontend.attention import attention
@@ -177,8 +177,7 @@ def _inside(name: str, lengths: Any, tokens: Array) -> Array | None:
     if lengths is None:
         return None
     lengths, (batch, longest) = _array(name, lengths), tokens.shape[:2]
-    if lengths.dtype != jnp.int32:
-        raise DTypeError(f"{name}: expected dtype int32, got {lengths.dtype}; cast it to int32")
+    check_int32(name, lengths.dtype)
     if lengths.shape != (batch,):
         raise ShapeError(f"{name}: expected one length per row, shape [{batch}], got {list(lengths.shape)}")
     return jnp.arange(longest, dtype=jnp.int32)[None, :] < lengths[:, None]

@@ -156,8 +156,10 @@ def attention(
     is_usual = is_usual and type(aux) is tuple and not aux and (type(window) is not tuple or is_plain_window(window))
     if is_usual:
         if in_cache:
-            rows, tables = CacheRows(kv_lengths, kv_starts, cache_index), (mask, bias, alibi_slopes, sinks)
-            results = dense_caches.attend_again(q, k, v, tables, seq_info, key_ranges, rows, options, backend)
+            others = kv_lengths, kv_starts, cache_index, sinks, alibi_slopes
+            is_alone = mask is bias is seq_info is key_ranges is None
+            run = find(dense_caches.prepare, q, k, v, others, options, backend) if is_alone else None
+            results = None if run is None else run(q, k, v, *others)
         elif mask is bias is alibi_slopes is sinks is seq_info is key_ranges is None:
             run = find(eager_calls.prepare, q, k, v, (), options, backend)
             results = None if run is None else run(q, k, v)

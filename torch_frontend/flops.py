@@ -6,6 +6,7 @@ row or document, including pairs that causal, windows and masks hide. Paged sequ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,16 +45,14 @@ def _has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
-def _forward(*call: Any, out_val: Any = None, **_: Any) -> Any:
-    """Counts two matrix products: queries and keys, weights and values."""
-    inputs, how = from_call(call)
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (inputs.q.shape[-1] + inputs.v.shape[-1])
+def _work(inputs: Inputs, how: OpOptions, of_q: int, of_v: int) -> Any:
+    """Returns the operations of so many matrix products as wide as q, and of so many as wide as v."""
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (of_q * inputs.q.shape[-1] + of_v * inputs.v.shape[-1])
 
 
-def _backward(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
-    """Counts five matrix products: the scores again, the gradients of weights, values, queries and keys."""
-    inputs, how = from_call(arguments[5:])
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])
+def _products(before: int, of_q: int, of_v: int) -> Callable[..., Any]:
+    """Returns the formula of an op with so many products; before: its arguments before those of ``attn::forward``."""
+    return lambda *arguments, out_val=None, **_: _work(*from_call(arguments[before:]), of_q, of_v)
 
 
 def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
@@ -61,13 +60,7 @@ def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     dq, dk, dv = (each is not None for each in arguments[:3])
     inputs, how = from_call(arguments[forward_mode.COUNT :])
     keys, values = 1 + dq + dk, 1 + (dq or dk) + dv
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
-
-
-def _max_logit(*call: Any, out_val: Any = None, **_: Any) -> Any:
-    """Counts one matrix product, of queries and keys."""
-    inputs, how = from_call(call)
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * inputs.q.shape[-1]
+    return _work(inputs, how, keys, values)
 
 
 def _paged(
@@ -87,10 +80,11 @@ def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     formulas = {
-        torch.ops.attn.forward: _forward,
-        torch.ops.attn.backward: _backward,
+        torch.ops.attn.forward: _products(0, 1, 1),  # queries and keys; weights and values
+        # The scores again, the gradients of queries and keys; of weights and of values.
+        torch.ops.attn.backward: _products(5, 3, 2),
         torch.ops.attn.jvp: _jvp,
-        torch.ops.attn.max_logit: _max_logit,
+        torch.ops.attn.max_logit: _products(0, 1, 0),
         torch.ops.attn.paged_forward: _paged,
     }
     for target, formula in formulas.items():

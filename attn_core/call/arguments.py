@@ -7,10 +7,11 @@ checks need only metadata, so they run while a compiler traces, and before any k
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, aux_of
-from attn_core.call.kinds import is_number
+from attn_core.call.kinds import check_int32, is_number
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
@@ -43,6 +44,14 @@ class Arrays(NamedTuple):
     aux1: ArrayFacts | None = None
     aux2: ArrayFacts | None = None
     aux3: ArrayFacts | None = None
+
+
+def check_one_place(named: Mapping[str, Any], first: str) -> None:
+    """Raises DeviceError unless all arrays, or their facts, are on the device of the first; None passes."""
+    where = named[first].device
+    for name, array in named.items():
+        if array is not None and array.device != where:
+            raise DeviceError(f"{name}: expected the device of {first} ({where}), got {array.device}; move it there")
 
 
 def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
@@ -119,13 +128,9 @@ def build_spec(
 
 
 def _check_devices(arrays: Arrays) -> None:
-    for name, facts in zip(Arrays._fields, arrays, strict=True):
-        if facts is not None and facts.device != arrays.q.device:
-            argument = f"seq_info.{name}" if name.startswith("cu_seqlens") else name
-            argument = f"aux[{AUX.index(name)}]" if name in AUX else argument
-            raise DeviceError(
-                f"{argument}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there"
-            )
+    names = {name: f"seq_info.{name}" for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    names |= {name: f"aux[{number}]" for number, name in enumerate(AUX)}
+    check_one_place({names.get(name, name): facts for name, facts in arrays._asdict().items()}, "q")
 
 
 def _check_dtypes(arrays: Arrays) -> None:
@@ -142,9 +147,7 @@ def _check_dtypes(arrays: Arrays) -> None:
             hint = "; pass a boolean mask as mask=" if name == "bias" else "; cast it"
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {named[name]}{hint}")
     for name in ("cu_seqlens_q", "cu_seqlens_k", "key_ranges"):
-        if named.get(name, "int32") != "int32":
-            argument = name if name == "key_ranges" else f"seq_info.{name}"
-            raise DTypeError(f"{argument}: expected dtype int32, got {named[name]}; cast it to int32")
+        check_int32(name if name == "key_ranges" else f"seq_info.{name}", named.get(name, "int32"))
 
 
 def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:

@@ -12,18 +12,6 @@ BACKWARD_WORK = 2.5
 """The ratio of a backward's arithmetic to a forward's: five matrix products (S, dV, dP, dQ, dK) against two (S, O)."""
 
 
-def flops(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
-    """Counts the floating-point operations of a call's matrix products, without pairs that the band hides.
-
-    ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that if a backward is needed.
-
-    Args:
-        lengths: the tokens of each packed document, if known (the same for queries and keys).
-    """
-    forward = 2.0 * spec.batch * spec.num_heads * pairs(spec, lengths) * (spec.head_dim + spec.value_dim)
-    return forward * (1 + BACKWARD_WORK) if spec.needs_backward else forward
-
-
 def pairs(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
     """Counts the (query, key) pairs inside the band for one head of one row, ignoring masks.
 

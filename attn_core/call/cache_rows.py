@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape
-from attn_core.call.kinds import is_number
+from attn_core.call.kinds import check_int32, check_within, is_number
 from attn_core.call.masks import FAR
 from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.tensors import Inputs, dtype_name
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.call.tensors import Inputs
+from attn_core.errors import ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score
 from attn_core.expressions.tree import Expression
 
@@ -105,8 +105,7 @@ def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[
             raise ShapeError(
                 f"{name}: expected one number per row of q, shape [{shapes['q'][0]}], got {list(array.shape)}"
             )
-        if (dtype := dtype_name(array)) != "int32":
-            raise DTypeError(f"{name}: expected dtype int32, got {dtype}; cast it to int32")
+        check_int32(name, array.dtype)
     for name in "kv":
         if rows.cache_index is None and shapes[name][0] != shapes["q"][0]:
             raise ShapeError(
@@ -136,18 +135,11 @@ def check_values(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
         SpecError: naming the first wrong value and its limits.
     """
     lengths, starts, index = (None if array is None else np.asarray(array) for array in rows)
-    _check_within("kv_lengths", lengths, kv_len, "the tokens of a row of k")
-    _check_within("kv_starts", starts, kv_len, "the tokens of a row of k")
-    if starts is not None and lengths is not None and (wrong := starts > lengths).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(f"kv_starts[{at}]={starts[at]}: expected at most the row's kv_lengths, {lengths[at]}")
-    _check_within("cache_index", index, cache_batch - 1, "the last row of k")
-
-
-def _check_within(name: str, array: np.ndarray | None, most: int, what: str) -> None:
-    if array is not None and (wrong := (array < 0) | (array > most)).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(f"{name}[{at}]={array[at]}: expected a number from 0 to {most}, {what}")
+    check_within("kv_lengths", lengths, kv_len, ", the tokens of a row of k")
+    check_within("kv_starts", starts, kv_len, ", the tokens of a row of k")
+    if lengths is not None:
+        check_within("kv_starts", starts, lengths, ", the row's kv_lengths")
+    check_within("cache_index", index, cache_batch - 1, ", the last row of k")
 
 
 def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:

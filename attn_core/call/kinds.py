@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 MOST = 2**31 - 1
 """The largest size: kernels count in int32."""
@@ -53,12 +53,30 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], expected: 
         raise SpecError(f"{name}={shown(value)}: expected {expected}, got {_type_of(value)}")
 
 
-def check_size(name: str, value: Any, least: int) -> None:
-    """Raises ShapeError unless the value is a whole number on the host and at least ``least``."""
+def check_size(name: str, value: Any, least: int, most: int = MOST) -> None:
+    """Raises ShapeError unless the value is a whole number on the host from ``least`` to ``most``."""
     if not is_host_int(value) or value < least:
         raise ShapeError(f"{name}={shown(value)}: expected at least {least}, as an int")
-    if value > MOST:
-        raise ShapeError(f"{name}={shown(value)}: expected at most {MOST}")
+    if value > most:
+        raise ShapeError(f"{name}={shown(value)}: expected at most {most}")
+
+
+def check_int32(name: str, dtype: Any) -> None:
+    """Raises DTypeError unless a dtype, of any framework or its name, is int32."""
+    if (text := str(dtype).removeprefix("torch.")) != "int32":
+        raise DTypeError(f"{name}: expected dtype int32, got {text}; cast it to int32")
+
+
+def check_within(name: str, values: np.ndarray | None, most: Any, what: str) -> None:
+    """Raises SpecError for the first of several numbers on the host that is not from 0 to ``most``; None passes.
+
+    Args:
+        most: one number, or one for each value. what: what it is, after a comma or " because".
+    """
+    if values is not None and (wrong := (values < 0) | (values > most)).any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        limit = np.broadcast_to(most, values.shape)[at]
+        raise SpecError(f"{name}{list(at)}={values[at]}: expected 0 to {limit}{what}")
 
 
 def check_hashable(name: str, value: Any) -> None:
@@ -69,16 +87,19 @@ def check_hashable(name: str, value: Any) -> None:
         raise SpecError(f"{name}={shown(value)}: expected a hashable value, got {_type_of(value)}") from None
 
 
+def listed(name: str, values: Any, expected: str) -> tuple[Any, ...]:
+    """Returns the values of a list as a tuple. Raises SpecError for anything else, also for one text or a set."""
+    if isinstance(values, Iterable) and not isinstance(values, UNLISTED):
+        try:
+            return tuple(values)
+        except (TypeError, ValueError, RuntimeError):  # an array without axes, without data, or of a sparse layout
+            pass
+    raise SpecError(f"{name}={shown(values)}: expected {expected}, got {_type_of(values)}")
+
+
 def check_names(name: str, values: Any) -> tuple[Hashable, ...]:
-    """Returns several hashable values as a tuple. Raises SpecError for anything else, also for one text or a set."""
-    if isinstance(values, UNLISTED) or not isinstance(values, Iterable):
-        raise SpecError(
-            f"{name}={shown(values)}: expected a list of names, in the order of their tokens, got {_type_of(values)}"
-        )
-    try:
-        found = tuple(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # an array without axes, or one of a sparse layout
-        raise SpecError(f"{name}: expected a list of names, got {_type_of(values)} ({error})") from None
+    """Returns several hashable values as a tuple. Raises SpecError for anything else, as ``listed`` does."""
+    found = listed(name, values, "a list of names, in the order of their tokens")
     for each in found:
         check_hashable(name, each)
     return found

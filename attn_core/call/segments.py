@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.functions import renumbered
+from attn_core.call.kinds import check_int32
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions import functions
@@ -170,8 +171,7 @@ def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
         raise TypeError(f"{name}: expected an int32 array [batch, length], got {type(array).__name__}")
     if tuple(array.shape) != tuple(expected):
         raise ShapeError(f"{name}: expected shape {list(expected)}, one number for each token, got {list(array.shape)}")
-    if str(array.dtype).removeprefix("torch.") != "int32":
-        raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+    check_int32(name, array.dtype)
 
 
 def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:

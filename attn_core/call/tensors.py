@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from attn_core.errors import DTypeError
+
 
 def dtype_name(array: Any) -> str:
     """Returns the name of an array's dtype, such as "bfloat16", for torch tensors as for JAX arrays."""
     return str(array.dtype).removeprefix("torch.")
+
+
+def mask_or_bias(name: str, table: Any) -> tuple[Any, Any]:
+    """Returns a host's mask as (mask, bias): bools say what is visible, floats are added. The other one is None.
+
+    Raises:
+        DTypeError: for any other dtype, naming the mask.
+    """
+    kind = dtype_name(table)
+    if kind == "bool":
+        return table, None
+    if "float" in kind:
+        return None, table
+    raise DTypeError(
+        f"{name}: expected bool (True = visible) or a float to be added, got {kind} of shape {list(table.shape)}; a "
+        f"0/1 mask becomes bool by {name} != 0"
+    )
 
 
 def part_of(table: Any, rows: slice, keys: slice) -> Any:

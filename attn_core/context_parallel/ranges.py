@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape, check_values, within_band
+from attn_core.call.kinds import check_int32
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.bands import BandedSegment, Segment, VisibleBand, join
 from attn_core.context_parallel.layout import Run
 from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
-from attn_core.errors import DTypeError, SpecError
+from attn_core.errors import SpecError
 
 Bands = tuple[BandedSegment, ...]
 
@@ -103,8 +104,7 @@ def bands_of_row(key_ranges: Any, spec: AttentionSpec) -> Bands:
             "key_ranges: expected a numpy array in context parallelism, because the ranges decide what is sent where; "
             f"got {type(key_ranges)}"
         )
-    if key_ranges.dtype != np.int32:
-        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    check_int32("key_ranges", key_ranges.dtype)
     if spec.packed:
         raise SpecError(
             "key_ranges: expected None beside seq_info in context parallelism; attn_core.masks.documents has documents "

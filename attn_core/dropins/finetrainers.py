@@ -20,8 +20,8 @@ from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.kinds import is_host_int
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.tensors import dtype_name
-from attn_core.dropins.flash_attn.arguments import distances
+from attn_core.call.tensors import dtype_name, mask_or_bias
+from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS, distances
 from attn_core.dropins.replacement import Replacement
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.selection import Target, override
@@ -29,9 +29,6 @@ from attn_core.selection import Target, override
 ENVIRONMENT = "FINETRAINERS_ATTN_PROVIDER"
 DEFAULT = os.environ.get(ENVIRONMENT, "native")
 """The provider outside of all ``attention_provider`` blocks; checked on first use."""
-
-
-_FLASH = ("flash3", "flash4", "flash2", "sdpa_flash")
 
 
 class AttentionProvider(StrEnum):
@@ -46,8 +43,8 @@ class AttentionProvider(StrEnum):
         member._value_, member.kernels = word, kernels
         return member
 
-    FLASH = ("flash", *_FLASH)
-    FLASH_VARLEN = ("flash_varlen", *_FLASH)
+    FLASH = ("flash", *FLASH_KERNELS)
+    FLASH_VARLEN = ("flash_varlen", *FLASH_KERNELS)
     FLEX = ("flex", "flex")
     NATIVE = ("native",)
     _NATIVE_CUDNN = ("_native_cudnn", "sdpa_cudnn")
@@ -380,15 +377,15 @@ def run_dense(
     missing = 4 - query.ndim
     if missing:  # axes of 1 in front
         query, key, value = (array[(None,) * missing] for array in (query, key, value))
-    added = mask is not None and dtype_name(mask) != "bool"
+    mask, bias = (None, None) if mask is None else mask_or_bias("attn_mask", mask)
     out, lse = attend(
         query.swapaxes(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
         key.swapaxes(1, 2),
         value.swapaxes(1, 2),
         causal=call.is_causal,
         alignment="bottom_right" if options.anchored else "top_left",
-        mask=None if added else mask,
-        bias=mask if added else None,
+        mask=mask,
+        bias=bias,
         **form,
     )
     out = out.swapaxes(1, 2)
@@ -557,12 +554,7 @@ def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any)
     Raises:
         DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
     """
-    kind = dtype_name(mask)
-    if kind != "bool" and "float" not in kind:
-        raise DTypeError(
-            f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
-            "bool by attn_mask != 0"
-        )
+    mask_or_bias("attn_mask", mask)
     # The varlen providers read two axes as keys themselves (``key_mask``).
     if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
         axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])

@@ -20,16 +20,15 @@ from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.tensors import dtype_name
-from attn_core.dropins.flash_attn.arguments import distances
-from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.call.tensors import dtype_name, mask_or_bias
+from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS, distances
+from attn_core.errors import ShapeError, SpecError, shown
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
 XFORMERS = "xformers"
 SDPA = "sdpa"
 
-FLASH_KERNELS = ("flash3", "flash4", "flash2", "sdpa_flash")
 FAMILIES = {
     FLASH_VARLEN: FLASH_KERNELS,
     FLASH_DENSE: FLASH_KERNELS,
@@ -539,16 +538,7 @@ def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Any,
         if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
-    table = mask[:, None] if mask.ndim == 3 else mask
-    kind = dtype_name(table)
-    if kind == "bool":
-        return table, None
-    if "float" in kind:
-        return None, table
-    raise DTypeError(
-        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
-    )
+    return mask_or_bias(request.mask_name, mask[:, None] if mask.ndim == 3 else mask)
 
 
 def _check_mask(request: UnslothRequest, context: AttentionContext) -> None:

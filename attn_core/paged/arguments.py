@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.call.arguments import ArrayFacts
+from attn_core.call.arguments import ArrayFacts, check_one_place
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
-from attn_core.call.kinds import is_number
-from attn_core.call.options import ON_PAGES, Options
+from attn_core.call.kinds import check_int32, is_number
+from attn_core.call.options import ON_PAGES, Options, check_flag
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged import rotary
 from attn_core.paged.quantised.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
@@ -151,7 +151,7 @@ def check_choice(
     Raises:
         SpecError: naming the argument that is one too many, or missing.
     """
-    rotary.check_interleaved("rotary_interleaved", rotary_interleaved)
+    check_flag("rotary_interleaved", rotary_interleaved)
     if cos is None and rotary_interleaved:
         raise SpecError("rotary_interleaved=True: expected False without rotary; pass rotary=(cos, sin)")
     if cos is None and positions is not None:
@@ -175,14 +175,6 @@ def _check_tables(table: ArrayFacts, seq_lens: ArrayFacts, cu_seqlens_q: ArrayFa
     return batch, width
 
 
-def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
-    """Raises DeviceError unless all arrays are on the device of the first."""
-    where = named[first].device  # type: ignore[union-attr]
-    for name, facts in named.items():
-        if facts is not None and facts.device != where:
-            raise DeviceError(f"{name}: expected the device of {first} ({where}), got {facts.device}; move it there")
-
-
 def _check_pool(arrays: PagedInputs) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
     check_pool(arrays.k, arrays.v)
@@ -193,8 +185,7 @@ def _check_pool(arrays: PagedInputs) -> tuple[PagedKV, int]:
         if facts is not None and facts.dtype not in DTYPES:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
     for name, facts in (("kv_starts", arrays.kv_starts), ("key_ranges", arrays.key_ranges)):
-        if facts is not None and facts.dtype != "int32":
-            raise DTypeError(f"{name}: expected dtype int32, got {facts.dtype}; cast it to int32")
+        check_int32(name, "int32" if facts is None else facts.dtype)
     if arrays.kv_starts is not None:
         check_table_types("kv_starts", "int32", arrays.kv_starts.shape, (batch,))
     pages, size = arrays.k.shape[:2]

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from attn_core.call.kinds import is_host_int
+from attn_core.call.kinds import check_size, is_host_int
 from attn_core.call.pages import BITS, PagedKV, describe
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
@@ -83,7 +83,8 @@ class PagedCache(Generic[Array]):
         new: returns a pool of a shape and dtype with zeros; or scales, which have one axis less, with ones.
         """
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-        _check_sizes(num_layers=num_layers, kv_heads=kv_heads, **dims)
+        for name, size in {"num_layers": num_layers, "kv_heads": kv_heads, **dims}.items():
+            check_size(name, size, 1, MOST_LAYERS_AND_CHANNELS)
         if dtype not in DTYPES:
             raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
         pool_dtype, channels = _stored_shape(kv_dtype, dtype, dims)
@@ -277,14 +278,6 @@ class PagedCache(Generic[Array]):
 
 
 PagedCache.__init__.__qualname__ = "PagedKVCache.__init__"  # the name that a TypeError of a missing size has
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, value in sizes.items():
-        if not is_host_int(value) or value < 1:
-            raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
-        if value > MOST_LAYERS_AND_CHANNELS:
-            raise SpecError(f"{name}={shown(value)}: expected at most {MOST_LAYERS_AND_CHANNELS}")
 
 
 def _stored_shape(kv_dtype: Any, dtype: str, dims: dict[str, int]) -> tuple[str, list[int]]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.arguments import ArrayFacts
+from attn_core.call.arguments import ArrayFacts, check_one_place
+from attn_core.call.kinds import check_within
 from attn_core.call.spec import DTYPES
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 INDEX_DTYPES = ("int32", "int64")
 COS, SIN = "rotary[0]", "rotary[1]"
@@ -31,12 +32,6 @@ def pair_of(rotary: Any) -> tuple[Any, Any]:
     return rotary[0], rotary[1]
 
 
-def check_interleaved(name: str, value: Any) -> None:
-    """Raises SpecError unless a flag is a bool."""
-    if not isinstance(value, bool):
-        raise SpecError(f"{name}={shown(value)}: expected True or False")
-
-
 def check_apply(named: dict[str, ArrayFacts]) -> None:
     """Checks the arrays of ``apply_rotary``, by the names of its arguments: x, cos, sin and positions.
 
@@ -44,9 +39,7 @@ def check_apply(named: dict[str, ArrayFacts]) -> None:
         ShapeError, DTypeError, DeviceError: naming argument, value and what was expected.
     """
     x = named["x"]
-    for name, facts in named.items():
-        if facts.device != x.device:
-            raise DeviceError(f"{name}: expected the device of x ({x.device}), got {facts.device}; move it there")
+    check_one_place(named, "x")
     if len(x.shape) < 2:
         raise ShapeError(f"x: expected [..., heads, head_dim], got {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -83,9 +76,4 @@ def check_positions(positions: ArrayFacts, shape: tuple[int, ...]) -> None:
 
 def check_position_values(positions: np.ndarray, max_positions: int) -> None:
     """Raises SpecError for a position on the host that is no row of cos and sin."""
-    if (wrong := (positions < 0) | (positions >= max_positions)).any():
-        at = tuple(int(index) for index in np.argwhere(wrong)[0])
-        raise SpecError(
-            f"positions{list(at)}={int(positions[at])}: expected 0 to {max_positions - 1}, because cos and sin have "
-            f"{max_positions} positions"
-        )
+    check_within("positions", positions, max_positions - 1, f", because cos and sin have {max_positions} positions")

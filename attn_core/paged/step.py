@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.kinds import UNLISTED, check_names, is_host_int
+from attn_core.call.kinds import check_names, is_host_int, listed
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
 
@@ -113,7 +113,8 @@ def take_step(
         PoolFullError: if the pool has too few free pages for all sequences together.
     """
     named = check_names("names", names)
-    each: list[Any] = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    expected = "a number of tokens, or a list of one for each"
+    each: Any = [new] * len(named) if is_host_int(new) else listed("new", new, expected)
     # The counts become a dict, in which a repeated name would lose one of its counts.
     if len(each) != len(named) or len(set(named)) != len(named):
         raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
@@ -160,13 +161,3 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
             f"step: sequence {name!r} was {what} after this step was taken, so its pages may be another sequence's; "
             "use a step in every layer first, then free, fork or step its sequences"
         )
-
-
-def _listed(name: str, values: Any) -> list[Any]:
-    """Returns the values as a list. Raises SpecError if they are not iterable, or a text, a set or a dict."""
-    if isinstance(values, UNLISTED) or not hasattr(values, "__iter__"):
-        raise SpecError(f"{name}={shown(values)}: expected a number of tokens, or a list of one for each")
-    try:
-        return list(values)
-    except (TypeError, ValueError, RuntimeError):  # an array without axes, or without data
-        raise SpecError(f"{name}={shown(values)}: expected a number of tokens, or a list of one for each") from None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.call import key_ranges
+from attn_core.call.kinds import check_within
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
@@ -59,12 +60,8 @@ def check_values(
         check_offsets(cu_seqlens_q, tokens, max_len_q)
     lengths = np.asarray(seq_lens, np.int64)
     # The lengths come first, because the check of pages below takes from them which entries are used.
-    if (wrong := (lengths < 0) | (lengths > paged.capacity)).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(
-            f"seq_lens[{at}]={lengths[at]}: expected 0 to {paged.capacity} tokens, because the block table has "
-            f"{paged.width} pages of {paged.page_size} for each sequence"
-        )
+    room = f"the block table has {paged.width} pages of {paged.page_size} for each sequence"
+    check_within("seq_lens", lengths, paged.capacity, f" tokens, because {room}")
     queries = np.ones_like(lengths) if cu_seqlens_q is None else np.diff(np.asarray(cu_seqlens_q, np.int64))
     if writes and (short := queries > lengths).any():
         at = int(np.argmax(short))
@@ -113,9 +110,7 @@ def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) 
 
 def check_starts(kv_starts: np.ndarray, seq_lens: np.ndarray) -> None:
     """Raises SpecError for a first key on the host that is negative or behind the end of its sequence."""
-    if (wrong := (kv_starts < 0) | (kv_starts > seq_lens)).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(f"kv_starts[{at}]={kv_starts[at]}: expected 0 to {seq_lens[at]}, the length of the sequence")
+    check_within("kv_starts", kv_starts, seq_lens, ", the length of the sequence")
 
 
 def check_slots(slots: np.ndarray, name: str = "block_table") -> None:

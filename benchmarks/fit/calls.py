@@ -19,12 +19,12 @@ shares of the calls:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
-from attn_core.call.arithmetic import flops
+from attn_core.call.arithmetic import BACKWARD_WORK, pairs
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
@@ -248,3 +248,15 @@ def as_called(spec: AttentionSpec) -> AttentionSpec:
     options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window, invariant=spec.invariant)
     options = without_idle_sides(options, spec.q_len, spec.kv_len)
     return replace(spec, causal=options.causal, window=options.window)  # type: ignore[arg-type]
+
+
+def flops(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
+    """Counts the floating-point operations of a call's matrix products, without pairs that the band hides.
+
+    ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that if a backward is needed.
+
+    Args:
+        lengths: the tokens of each packed document, if known (the same for queries and keys).
+    """
+    forward = 2.0 * spec.batch * spec.num_heads * pairs(spec, lengths) * (spec.head_dim + spec.value_dim)
+    return forward * (1 + BACKWARD_WORK) if spec.needs_backward else forward

@@ -21,7 +21,6 @@ from time import perf_counter
 from typing import Any
 
 from attn_core import backends, explain
-from attn_core.call.arithmetic import flops
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.compare import timed
@@ -32,7 +31,7 @@ from attn_core.cli.tune import device_of
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
-from benchmarks.fit.calls import SweepCase, as_called, random_calls
+from benchmarks.fit.calls import SweepCase, as_called, flops, random_calls
 from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import Record, read, right_times, write
 

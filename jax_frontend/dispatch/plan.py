@@ -15,6 +15,7 @@ from attn_core import backends
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.hints import remedy_of
+from attn_core.call.kinds import check_int32
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -247,8 +248,8 @@ def check_arrays(inputs: Inputs, *, shapes_only: bool = False) -> None:
 
 def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
     """Returns key ranges as a JAX array, or with ``shapes_only`` as its shape; ``attn_core.masks`` builds numpy's."""
-    if isinstance(key_ranges, np.ndarray) and key_ranges.dtype != np.int32:
-        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    if isinstance(key_ranges, np.ndarray):
+        check_int32("key_ranges", key_ranges.dtype)
     return moved_array("key_ranges", key_ranges, shapes_only=shapes_only)
 
 

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.call import checks, key_ranges
 from attn_core.call.checks import CheckWarning
 from attn_core.call.functions import AUX, FUNCTIONS, KINDS
@@ -28,7 +27,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.paged.step import Pages, Step, check_paged_layer
+from attn_core.paged.step import Pages, check_paged_layer
 from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.partitioning import split_as
 from jax_frontend.dispatch.plan import as_array, is_on_host, ranges_as_array
@@ -42,7 +41,7 @@ from jax_frontend.flax.layer import (
     fold_tables,
     token_positions,
 )
-from jax_frontend.paged.append import append_kv
+from jax_frontend.paged.append import append_kv, new_tokens
 from jax_frontend.paged.attention import paged_attention
 
 
@@ -132,7 +131,9 @@ def _attend_in_pages(
     dtype = jnp.result_type(q, k, v)
     check_precision(layer.precision, dtype)
     if layer.rotary is not None:
-        positions = _sequence_positions(pages.step, x.shape[0]) if positions is None else positions
+        if positions is None:
+            lengths, offsets = jnp.asarray(pages.step.seq_lens), pages.step.cu_seqlens_q
+            _, positions = new_tokens(x.shape[0], lengths, None if offsets is None else jnp.asarray(offsets))
         # As one row, because rotary functions expect a batch axis.
         q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables
@@ -155,18 +156,6 @@ def _attend_in_pages(
     )
     # The output has the pool's dtype; the projection gets the layer's own.
     return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
-
-
-def _sequence_positions(step: Step, tokens: int) -> jax.Array:
-    """Returns the position of each new token in its own sequence, int32 ``[tokens]``."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    lengths = jnp.asarray(step.seq_lens)
-    if step.cu_seqlens_q is None:
-        return lengths - 1
-    ends = jnp.asarray(step.cu_seqlens_q)[1:]
-    # Tokens behind the last offset belong to no sequence. The minimum only keeps their index in range.
-    sequence = jnp.minimum(document_numbers(ends, tokens), len(ends) - 1)
-    return lengths[sequence] - (ends[sequence] - token)
 
 
 def _check_decode(layer: LayerFields, context: Any, call: LayerCall) -> None:

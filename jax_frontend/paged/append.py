@@ -164,16 +164,26 @@ def _written(
     return k_pages, v_pages, k_scales, v_scales
 
 
+def new_tokens(tokens: int, lengths: Array, cu: Array | None) -> tuple[Array, Array]:
+    """Returns the sequence of each new token, the number of sequences behind the last offset, and its position there.
+
+    Args:
+        lengths, cu: seq_lens, and cu_seqlens_q or None, as in ``append_kv``.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)  # as the tables; under x64 it would be int64
+    ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
+    sequence = document_numbers(ends, tokens)
+    at = jnp.minimum(sequence, len(ends) - 1)
+    return sequence, lengths[at] - (ends[at] - token)
+
+
 def _places_of_tables(
     tokens: int, page_size: int, table: Any, lengths: Any, cu: Array | None
 ) -> tuple[Array, Array, Array]:
     """Returns each new token's page, the offset in it, and its position; page -1 if it has no place."""
     batch, width = table.shape
-    token = jnp.arange(tokens, dtype=jnp.int32)  # as the tables; under x64 it would be int64
-    ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
-    sequence = document_numbers(ends, tokens)
+    sequence, position = new_tokens(tokens, lengths, cu)
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
-    position = lengths[sequence] - (ends[sequence] - token)
     page = table[sequence, jnp.clip(position // page_size, 0, width - 1)]
     inside = owned & (position >= 0) & (position < width * page_size)
     return jnp.where(inside, page, -1), position % page_size, position

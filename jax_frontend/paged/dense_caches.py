@@ -19,10 +19,11 @@ from attn_core.call import cache_rows, checks
 from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
+from attn_core.call.kinds import check_int32
 from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
-from attn_core.errors import DTypeError, SpecError
+from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import Form, form_of
@@ -121,8 +122,8 @@ def _checked(
     # Its errors name these arguments; those of pages would name others.
     plan.spec(plan.metadata(inputs), plan.device_name(q), call)
     theirs = options["key_ranges"]
-    if theirs is not None and theirs.dtype != np.int32:
-        raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
+    if theirs is not None:
+        check_int32("key_ranges", theirs.dtype)
     if theirs is not None and plan.is_on_host(theirs):
         check_values(np.asarray(theirs), q.shape[1])
     on_host = CacheRows(*(array if plan.is_on_host(array) else None for array in rows))

@@ -11,6 +11,7 @@ import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
+from attn_core.call.options import check_flag
 from attn_core.paged import rotary
 from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.paged.tables import copy_numpy
@@ -42,7 +43,7 @@ def apply_rotary(
     """
     if unknown:
         refuse_keywords(apply_rotary, unknown)
-    rotary.check_interleaved("interleaved", interleaved)
+    check_flag("interleaved", interleaved)
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         plan.check_array(name, array)
     if not isinstance(positions, np.ndarray):

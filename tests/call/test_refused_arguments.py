@@ -25,7 +25,7 @@ everywhere = pytest.mark.parametrize("framework", FRAMEWORKS, ids=str)
 @pytest.mark.parametrize("name", [*SIZES, "value_dim"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
 def test_a_cache_refuses_sizes_below_1_and_of_wrong_types(framework: Framework, name: str, value: Any) -> None:
-    with pytest.raises(SpecError, match=rf"^{name}={value!r}: expected a number of 1 or more"):
+    with pytest.raises(SpecError, match=rf"^{name}={value!r}: expected at least 1, as an int"):
         framework.frontend.PagedKVCache(**{**SIZES, name: value})
 
 

@@ -93,7 +93,7 @@ def _sunk(spec: AttentionSpec) -> bool:
 FAULTS: tuple[tuple[str, str, tuple[str, ...], Fault, Callable[[AttentionSpec], bool]], ...] = (
     ("torch transformers", "torch_frontend.huggingface.attention", ("attention",), widen, _windowed),
     ("torch transformers", "torch_frontend.huggingface.attention", ("attention",), forget_sinks, _sunk),
-    ("torch unsloth", "torch_frontend.unsloth.dispatch", ("attention_of_layer",), uncap, _capped),
+    ("torch unsloth", "torch_frontend.unsloth", ("attention_of_layer",), uncap, _capped),
     ("torch finetrainers", "torch_frontend.finetrainers.call", ("attention",), widen, _windowed),
     ("torch layer", "torch_frontend.module", ("attention",), rotate_heads, _grouped),
     ("jax unsloth", "jax_frontend.unsloth", ("attention",), widen, _windowed),

@@ -23,7 +23,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as functional
 
 from attn_core import SpecError
-from torch_frontend.finetrainers import attention_provider, install, installed, is_installed, registration, uninstall
+from torch_frontend import finetrainers
+from torch_frontend.finetrainers import attention_provider, install, installed, is_installed, uninstall
 
 DISPATCH = "finetrainers.models.attention_dispatch"
 torch_attention = functional.scaled_dot_product_attention
@@ -211,8 +212,8 @@ def test_blocks_nest_and_install_lasts(host: ModuleType) -> None:
 def test_the_mesh_of_the_hosts_block_is_ours(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """``context_torch_scenes.finetrainers_rows`` runs such calls on ranks."""
     query, ran = tensors()[0], []
-    monkeypatch.setattr(registration, "check_mesh", lambda mesh: None)
-    monkeypatch.setattr(registration, "run_over_ranks", lambda *call: ran.append(call))
+    monkeypatch.setattr(finetrainers, "check_mesh", lambda mesh: None)
+    monkeypatch.setattr(finetrainers, "run_over_ranks", lambda *call: ran.append(call))
     registry = host._AttentionProviderRegistry
     with installed():
         # As in its later commits.

@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 import jax_frontend
 import torch_frontend
 from attn_core import SpecError
+from torch_frontend.dispatch.prepared import find
 from torch_frontend.paged import paged_calls
 
 pytestmark = pytest.mark.sampled
@@ -122,8 +123,8 @@ def test_prepared_calls_leave_them_to_the_general_one() -> None:
     options = (True, None, None, None, False, False, None, None)
     for kind, fits in (("int32", True), ("int64", False)):
         table, lengths, _ = tables(call, torch.tensor, kind).values()
-        results = paged_calls.attend(q, k, v, table, lengths, *(None,) * 4, options, None)
-        assert (results is not None) == fits
+        run = find(paged_calls.prepare_call, q, k, v, (table, lengths, None), options, None)
+        assert (run is not None) == fits
 
 
 @pytest.mark.parametrize("f", BOTH, ids=str)

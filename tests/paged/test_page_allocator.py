@@ -36,7 +36,7 @@ def state(allocator: PageAllocator) -> Any:
 @pytest.mark.parametrize("name", ["num_pages", "page_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "8"])
 def test_sizes_below_1_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(SpecError, match=f"^{re.escape(f'{name}={value!r}')}: expected a number of 1 or more$"):
+    with pytest.raises(SpecError, match=f"^{re.escape(f'{name}={value!r}')}: expected at least 1, as an int$"):
         PageAllocator(**{"num_pages": 8, "page_size": 4, name: value})
 
 
@@ -134,11 +134,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         f"{tokens!r} tokens": (
             lambda a, tokens=tokens: a.extend("a", tokens),
             SpecError,
-            f"^tokens={tokens!r}: expected a number of 0 or more$",
+            f"^tokens={tokens!r}: expected at least 0, as an int$",
         )
         for tokens in (-1, 1.0, True, None)
     },
-    "a fork of -1 tokens": (lambda a: a.fork("a", "c", -1), SpecError, "^tokens=-1: expected a number of 0 or more$"),
+    "a fork of -1 tokens": (lambda a: a.fork("a", "c", -1), SpecError, "^tokens=-1: expected at least 0, as an int$"),
     "a narrow table": (
         lambda a: a.block_table(["a", "b"], 1),
         SpecError,
@@ -241,7 +241,7 @@ def test_all_but_one_of_the_sequences_that_share_a_page_get_a_copy() -> None:
             {1, 2},
             None,
             SpecError,
-            r"^new=\{1, 2\}: expected a number of tokens, or a list of one for each$",
+            r"^new=\{1, 2\}: expected a number of tokens, or a list of one for each, got builtins.set$",
         ),
         (["a", "b"], [1], None, SpecError, r"^names, new: expected a count for each of 2 sequences, .*, got \[1\]$"),
         (["a", "a"], 1, None, SpecError, "each named once"),

@@ -22,13 +22,13 @@ from quick_calls import QUICK
 
 from attn_core import backends
 from attn_core.call import masks
-from attn_core.call.arithmetic import flops, pairs
+from attn_core.call.arithmetic import pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.cost_model import Model, kind_of_call, sizes_of_call
 from attn_core.selection.preference import order, predicted, ranking
 from attn_core.selection.tables import shipped_table
-from benchmarks.fit.calls import LIMITS, random_call, random_calls
+from benchmarks.fit.calls import LIMITS, flops, random_call, random_calls
 from benchmarks.fit.plain import plain_fields, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]

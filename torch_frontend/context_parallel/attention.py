@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from attn_core.call.arguments import check_one_place
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
@@ -16,7 +17,7 @@ from attn_core.call.options import Options, Window, check_flag, check_options, c
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
-from attn_core.errors import DeviceError, DTypeError, SpecError
+from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import override
 from torch_frontend.context_parallel import differentiable, repeated_calls
 from torch_frontend.context_parallel.agreement.calls import announce_error
@@ -215,9 +216,7 @@ def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
     tensor_kinds.check_data(q, k=k, v=v, sinks=sinks)
-    for name, tensor in (("k", k), ("v", v), ("sinks", sinks)):
-        if tensor is not None and tensor.device != q.device:
-            raise DeviceError(f"{name}: expected the device of q ({q.device}), got {tensor.device}; move it there")
+    check_one_place({"q": q, "k": k, "v": v, "sinks": sinks}, "q")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise DTypeError(f"{name}: expected the dtype of q ({q.dtype}), got {tensor.dtype}; cast it")

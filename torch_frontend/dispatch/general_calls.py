@@ -10,12 +10,13 @@ import torch
 
 from attn_core.call import checks
 from attn_core.call.functions import NO_FUNCTIONS, are_given, aux_of, named, trace
+from attn_core.call.kinds import check_int32
 from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
-from attn_core.errors import DTypeError, SpecError
+from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction, trace_mask
 from attn_core.selection import NoBackendError, Selection, override
@@ -121,16 +122,11 @@ def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
     # Copies, because the caller may change the array before the backward reads it.
     if torch.compiler.is_compiling():  # Dynamo knows the dtype of a tensor alone
         ranges = torch.as_tensor(key_ranges, device="cpu").clone()
-        _check_int32(str(ranges.dtype).removeprefix("torch."))
+        check_int32("key_ranges", ranges.dtype)
         return ranges
-    _check_int32(str(key_ranges.dtype))
+    check_int32("key_ranges", key_ranges.dtype)
     array = np.array(key_ranges, order="C")
     return tensor_kinds.to_device_of(q, array) if tensor_kinds.is_watched(q) else torch.from_numpy(array)
-
-
-def _check_int32(dtype: str) -> None:
-    if dtype != "int32":
-        raise DTypeError(f"key_ranges: expected dtype int32, got {dtype}; cast it to int32")
 
 
 def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 
 from attn_core.backends.shared import kept_masks
 from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.call.tensors import mask_or_bias
+from attn_core.errors import ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.huggingface.described_mask import NEED_FLOATS, DescribedMask, VisibleKeys, needs_floats
 
@@ -186,19 +187,13 @@ def split_mask(
     check_tensor("attention_mask", attention_mask)
     if attention_mask.dim() != 4:
         raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
-    everything = VisibleKeys(None, None, 0, lengths)
-    if attention_mask.dtype == torch.bool:
-        if needs_floats(getattr(module, "config", None)):
-            raise SpecError(
-                "attention_mask: expected floats, 0 for a visible key and -inf for a hidden one, got a bool mask of 4 "
-                f"axes: {type(module).__name__} appends columns of 0 and -inf to it; or pass [batch, tokens]"
-            )
-        return everything, attention_mask, None
-    if attention_mask.is_floating_point():
-        return everything, None, attention_mask
-    raise DTypeError(
-        f"attention_mask: expected bool (True = visible) or a float to be added, got {attention_mask.dtype} of 4 axes"
-    )
+    mask, bias = mask_or_bias("attention_mask", attention_mask)
+    if mask is not None and needs_floats(getattr(module, "config", None)):
+        raise SpecError(
+            "attention_mask: expected floats, 0 for a visible key and -inf for a hidden one, got a bool mask of 4 "
+            f"axes: {type(module).__name__} appends columns of 0 and -inf to it; or pass [batch, tokens]"
+        )
+    return VisibleKeys(None, None, 0, lengths), mask, bias
 
 
 def without_mask(

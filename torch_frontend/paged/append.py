@@ -31,8 +31,8 @@ from torch_frontend.dispatch.plan import Metadata
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.plan import check_no_gradient
-from torch_frontend.paged.rotary import index_of, rotate
-from torch_frontend.paged.tables import op_tables, tables_of
+from torch_frontend.paged.rotary import rotate
+from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
 Tensor = torch.Tensor
 TABLES = ("block_table", "seq_lens")
@@ -107,7 +107,7 @@ def append_kv(
     # In the order of Places, as the op has them.
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     scales = k_scales, v_scales
-    if k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, *where):
+    if k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, where):
         return k_pages, v_pages
     if torch.compiler.is_compiling():
         named: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
@@ -146,25 +146,13 @@ def append(
 ) -> None:
     """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved)
-    if not (k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, *where)):
+    if not (k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, where)):
         _append(k_pages, v_pages, k, v, Places(*where), (k_scales, v_scales))
 
 
-def _repeated(
-    k_pages: Any,
-    v_pages: Any,
-    k: Any,
-    v: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    slot_mapping: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    interleaved: bool,
-) -> bool:
-    """Runs what a call like an earlier one prepared; returns whether it wrote k and v."""
+def _repeated(k_pages: Any, v_pages: Any, k: Any, v: Any, where: tuple[Any, ...]) -> bool:
+    """Runs what a call like an earlier one prepared; returns whether it wrote k and v. where: the fields of Places."""
+    block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved = where
     others: tuple[Any, ...] = (v, block_table, seq_lens)
     if not (cu_seqlens_q is slot_mapping is cos is sin is positions is None):
         others = (*others, cu_seqlens_q, slot_mapping, cos, sin, positions)

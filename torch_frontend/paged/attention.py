@@ -16,6 +16,7 @@ from attn_core.call.options import PAGED, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.backend_names import join_names
+from torch_frontend.dispatch.prepared import find
 from torch_frontend.dispatch.tensor_kinds import is_watched
 from torch_frontend.paged import paged_calls
 from torch_frontend.paged.plan import (
@@ -123,8 +124,11 @@ def paged_attention(
         type(window) is not tuple or is_plain_window(window)
     ):
         plain = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
-        beside = sinks, cu_seqlens_q, k_scales, v_scales
-        results = paged_calls.attend(q, k_pages, v_pages, block_table, seq_lens, *beside, plain, backend)
+        others: tuple[Any, ...] = (block_table, seq_lens, sinks)
+        if not (cu_seqlens_q is k_scales is v_scales is None):
+            others = (*others, cu_seqlens_q, k_scales, v_scales)
+        repeated = find(paged_calls.prepare_call, q, k_pages, v_pages, others, plain, backend)
+        results = None if repeated is None else repeated(q, k_pages, v_pages, *others)
         if results is not None:
             return results if return_lse else results[0]
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)

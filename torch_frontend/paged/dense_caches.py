@@ -13,19 +13,20 @@ import numpy as np
 import torch
 
 from attn_core.call import cache_rows, checks
-from attn_core.call.arguments import Arrays, build_spec
+from attn_core.call.arguments import Arrays, build_spec, check_one_place
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
+from attn_core.call.kinds import check_int32
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, check_layout, check_options, check_traced_options, requested_names
-from attn_core.errors import DeviceError, DTypeError, SpecError
+from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import Form, form_of
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
 from torch_frontend.dispatch.eager_calls import OPTIONS
 from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
-from torch_frontend.dispatch.prepared import Prepared, Request, find
+from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
 
@@ -105,20 +106,14 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
         plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
     if _is_compiling() or transforms.is_one_op(q):
         moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
-        _check_devices(q, moved)
+        check_one_place({"q": q, **dict(zip(moved._fields, moved))}, "q")
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), options
     _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
-    _check_devices(q, moved)
+    check_one_place({"q": q, **dict(zip(moved._fields, moved))}, "q")
     return moved, options
-
-
-def _check_devices(q: Tensor, rows: CacheRows) -> None:
-    for name, array in zip(rows._fields, rows):
-        if array is not None and array.device != q.device:
-            raise DeviceError(f"{name}: expected the device of q ({q.device}), got {array.device}; move it there")
 
 
 def _is_on_host(array: Any) -> bool:
@@ -233,8 +228,7 @@ def _their_ranges(q: Tensor, key_ranges: Any) -> Tensor | None:
     """Returns the caller's key ranges as a tensor on q's device, with values checked if they are on the host."""
     if key_ranges is None:
         return None
-    if str(key_ranges.dtype).removeprefix("torch.") != "int32":
-        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    check_int32("key_ranges", key_ranges.dtype)
     if not _is_compiling() and not transforms.is_one_op(q) and _is_on_host(key_ranges):
         check_values(np.asarray(key_ranges), q.shape[1])
     return tensor_kinds.to_device_of(q, key_ranges) if isinstance(key_ranges, np.ndarray) else key_ranges
@@ -251,35 +245,11 @@ def _as_documents(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Key
 _FORMS: dict[Form, Callable[..., Call]] = {"pages": _as_pages, "documents": _as_documents, "ranges": _as_ranges}
 
 
-def attend_again(
-    q: Any,
-    k: Any,
-    v: Any,
-    tables: tuple[Any, Any, Any, Any],
-    seq_info: Any,
-    key_ranges: Any,
-    rows: CacheRows,
-    options: tuple[Any, ...],
-    backend: Any,
-) -> Any:
-    """Runs a call without gradients that is like an earlier one by the table of prepared calls.
+def prepare(request: Request) -> Prepared | None:
+    """Prepares a call without gradients in the form of pages: by its backend's fast path, or by ``paged_attention``.
 
-    Returns the results as ``attention`` does; None if the general path must run it.
-
-    Args:
-        tables: mask, bias, alibi_slopes and sinks.
-        options: the values of ``eager_calls.OPTIONS``; the other arguments are those of ``attention``.
+    Its ``run`` takes q, k, v, the rows, sinks and alibi_slopes, and returns the results as ``attention`` does.
     """
-    mask, bias, alibi_slopes, sinks = tables
-    if not (mask is bias is seq_info is key_ranges is None):
-        return None
-    others = (*rows, sinks, alibi_slopes)
-    run = find(_prepare, q, k, v, others, options, backend)
-    return None if run is None else run(q, k, v, *others)
-
-
-def _prepare(request: Request) -> Prepared | None:
-    """Prepares a call in the form of pages: by its backend's fast path, or by ``paged_attention``."""
     q, k, v, *arrays, sinks, slopes = request.entries
     assert q is not None and k is not None and v is not None
     named: dict[str, Any] = dict(zip(OPTIONS, request.options, strict=True))

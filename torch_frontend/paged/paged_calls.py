@@ -15,7 +15,7 @@ from attn_core.errors import note_call
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
 from torch_frontend.dispatch import empty_rows
 from torch_frontend.dispatch.plan import Metadata
-from torch_frontend.dispatch.prepared import Prepared, Request, find
+from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged.plan import PagedPlan, options_of, plan_call
 from torch_frontend.paged.tables import check_values
 
@@ -23,32 +23,11 @@ Tensor = torch.Tensor
 Run = Callable[..., tuple[Any, Any] | None]
 
 
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    table: Any,
-    lengths: Any,
-    sinks: Any,
-    cu_seqlens_q: Any,
-    k_scales: Any,
-    v_scales: Any,
-    options: tuple[Any, ...],
-    backend: Any,
-) -> tuple[Any, Any] | None:
-    """Returns (out, lse) of a paged call; None if the general path must run it.
+def prepare_call(request: Request) -> Prepared | None:
+    """Prepares a call of ``paged_attention`` without ranges, slopes, starts and a buffer.
 
-    Args:
-        options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
+    Its window must be plain, because the key has no types inside a pair.
     """
-    others: tuple[Any, ...] = (table, lengths, sinks)
-    if not (cu_seqlens_q is k_scales is v_scales is None):
-        others = (*others, cu_seqlens_q, k_scales, v_scales)
-    run = find(_prepare, q, k, v, others, options, backend)
-    return None if run is None else run(q, k, v, *others)
-
-
-def _prepare(request: Request) -> Prepared | None:
     return None if request.needs else prepare(request.entries, request.options, requested_names(request.requested))
 
 

@@ -13,6 +13,7 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import observe
 from attn_core.call.key_ranges import check_values as check_range_values
+from attn_core.call.kinds import check_int32
 from attn_core.call.observe import range_name, ranges_enabled
 from attn_core.call.options import PAGED, Options, check_paged_options, check_traced_options, is_plain_window
 from attn_core.call.spec import AttentionSpec
@@ -24,7 +25,7 @@ from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.tables import op_tables, tables_of
+from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -126,14 +127,9 @@ def _starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
 
 
 def _int32_of(q: Tensor, name: str, array: Any) -> Tensor | None:
-    if array is None:
-        return None
-    if not isinstance(array, np.ndarray):
-        plan.check_tensor(name, array)
-        return array  # type: ignore[no-any-return]
-    if array.dtype != np.int32:
-        raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
-    return tensor_kinds.to_device_of(q, np.array(array, order="C"))
+    if isinstance(array, np.ndarray):
+        check_int32(name, array.dtype)
+    return None if array is None else index_of(q, name, array)
 
 
 def check_numbers(given: PagedInputs) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, Never
 
-import numpy as np
 import torch
 
 from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch, remember
 from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.errors import DTypeError
+from attn_core.call.options import check_flag
 from attn_core.paged import rotary
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.paged.tables import index_of
 
 Tensor = torch.Tensor
 
@@ -43,7 +43,7 @@ def apply_rotary(
     """
     if unknown:
         refuse_keywords(apply_rotary, unknown)
-    rotary.check_interleaved("interleaved", interleaved)
+    check_flag("interleaved", interleaved)
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         plan.check_tensor(name, tensor)
     positions = index_of(x, "positions", positions)
@@ -146,16 +146,6 @@ def check_values(x: Tensor, cos: Tensor, positions: Tensor) -> None:
     """Checks the positions if they are on the CPU."""
     if x.is_cpu and x.numel() and not tensor_kinds.is_watched(x) and not _is_transformed():
         rotary.check_position_values(positions.numpy(), cos.shape[0])
-
-
-def index_of(x: Tensor, name: str, array: Any) -> Tensor:
-    """Returns whole numbers as a tensor; a numpy array is copied to the device of x."""
-    if not isinstance(array, np.ndarray):
-        plan.check_tensor(name, array)
-        return array  # type: ignore[no-any-return]
-    if array.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"{name}: expected dtype int32 or int64, got {array.dtype}; cast it")
-    return tensor_kinds.to_device_of(x, np.asarray(array, order="C"))  # torch takes no negative strides
 
 
 def _is_transformed() -> bool:

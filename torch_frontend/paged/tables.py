@@ -14,6 +14,7 @@ import torch
 from attn_core.call.pages import PagedKV
 from attn_core.errors import DTypeError
 from attn_core.paged import tables as paged_tables
+from attn_core.paged.tables import TABLES
 from torch_frontend.dispatch import offsets, plan, tensor_kinds
 
 Tensor = torch.Tensor
@@ -26,9 +27,8 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     Checks the values of numpy tables and copies them to q's device. Clamps offsets on a GPU, so that no kernel can read
     out of bounds.
     """
-    names = ("block_table", "seq_lens", "cu_seqlens_q")
-    tables = tuple([as_int32(name, table) for name, table in zip(names, tables)])
-    for name, table in zip(names[:2], tables):
+    tables = tuple([as_int32(name, table) for name, table in zip(TABLES, tables)])
+    for name, table in zip(TABLES[:2], tables):
         # Only cu_seqlens_q may be None; check_tensor names the other.
         if table is None:
             plan.check_tensor(name, table)
@@ -36,9 +36,9 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
         # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
         if q.device.type != "cpu":
             check_values(max_len_q, q.shape[0], k_pages, *tables)
-        _check_kinds(names, tables)
+        _check_kinds(tables)
         return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
-    for name, table in zip(names, tables, strict=True):
+    for name, table in zip(TABLES, tables, strict=True):
         if table is not None:
             plan.check_tensor(name, table)
     block_table, seq_lens, cu = tables
@@ -49,18 +49,18 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
 
 def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
     """Returns the tables of a call that becomes one op, in the form that ops accept together with q."""
-    for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
+    named = dict(zip(TABLES, tables, strict=True))
+    for name, table in named.items():
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
-    named = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True))
-    _check_kinds(tuple(named), tables)
+    _check_kinds(tables)
     tensor_kinds.check_data(q, **named)
     return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
-def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
+def _check_kinds(tables: tuple[Any, ...]) -> None:
     """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
-    for name, table in zip(names, tables):
+    for name, table in zip(TABLES, tables):
         if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
             raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
 
@@ -92,6 +92,16 @@ def as_int32(name: str, table: Any) -> Any:
     if table.is_cpu and not tensor_kinds.is_watched(table) and not tensor_kinds.is_cut(table):
         paged_tables.as_int32(name, table.numpy())
     return table.clamp(_INT32.min, _INT32.max).to(torch.int32)
+
+
+def index_of(x: Tensor, name: str, array: Any) -> Tensor:
+    """Returns whole numbers as a tensor; a numpy array is copied to the device of x."""
+    if not isinstance(array, np.ndarray):
+        plan.check_tensor(name, array)
+        return array  # type: ignore[no-any-return]
+    if array.dtype not in (np.int32, np.int64):
+        raise DTypeError(f"{name}: expected dtype int32 or int64, got {array.dtype}; cast it")
+    return tensor_kinds.to_device_of(x, np.array(array, order="C"))  # torch takes no negative strides
 
 
 def rows_as_table(batch: int, device: torch.device) -> Tensor:

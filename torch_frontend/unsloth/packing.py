@@ -19,6 +19,16 @@ from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor, device_of
 from torch_frontend.dispatch.tensor_kinds import check_data
 
+__all__ = [
+    "build_sdpa_packed_attention_mask",
+    "build_xformers_block_causal_mask",
+    "cover_padded_cu_seqlens",
+    "get_packed_info_from_kwargs",
+    "mask_packed_boundary_labels",
+    "mask_packed_sequence_boundaries",
+    "move_xformers_attention_bias",
+]
+
 Tensor = torch.Tensor
 
 

@@ -21,6 +21,15 @@ from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.recomputed import attention_of_layer as attention
 
+__all__ = [
+    "HAS_FLEX_ATTENTION",
+    "PositionMask",
+    "create_flex_attention_causal_mask",
+    "create_flex_attention_sliding_window_mask",
+    "slow_attention_softcapping",
+    "slow_inference_attention_softcapping",
+]
+
 Tensor = torch.Tensor
 
 HAS_FLEX_ATTENTION = True

@@ -16,6 +16,9 @@ from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.call.options import Window, check_number
 from attn_core.errors import ShapeError, SpecError, shown
 
+FLASH_KERNELS = ("flash3", "flash4", "flash2", "sdpa_flash")
+"""The backends that stand for a host's FlashAttention, in order of preference."""
+
 OPTIONS = {
     "scale": "softmax_scale",
     "window": "window_size",

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.arguments import ArrayFacts
-from attn_core.call.kinds import is_host_int
+from attn_core.call.arguments import ArrayFacts, check_one_place
+from attn_core.call.kinds import check_int32, check_within, is_host_int
 from attn_core.call.options import Options, check_options
 from attn_core.dropins.flash_attn.arguments import CACHE
 from attn_core.dropins.flash_attn.documents import places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.paged.arguments import check_one_place
 from attn_core.paged.rotary import check_tables
 
 
@@ -143,8 +142,7 @@ def _check_tables(call: Cached, batch: int, table: str) -> None:
         if tuple(facts.shape) != expected:
             text = "[" + ", ".join(map(str, expected)) + "]"
             raise ShapeError(f"{_shown(name, table)}: expected shape {text}, got {list(facts.shape)}")
-        if facts.dtype != "int32":
-            raise DTypeError(f"{_shown(name, table)}: expected dtype int32, got {facts.dtype}; cast it to int32")
+        check_int32(_shown(name, table), facts.dtype)
     if call.block_table is None and call.cache_batch_idx is None and call.k_cache.shape[0] < batch:
         raise ShapeError(
             f"k_cache: expected a row for each of the {batch} sequences of q, got {call.k_cache.shape[0]}; "
@@ -173,44 +171,27 @@ def check_values(call: Cached, tables: tuple[Any, ...], capacity: int, new: int)
     """
     seqlens, index, leftpad = tables
     rows = call.k_cache.shape[0]
-    if seqlens is not None and (wrong := (seqlens < 0) | (seqlens > capacity - new)).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(f"cache_seqlens[{at}]={seqlens[at]}: {_room(capacity, new)}")
-    if index is not None and (wrong := (index < 0) | (index >= rows)).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(f"cache_batch_idx[{at}]={index[at]}: expected a row of the cache, 0 to {rows - 1}")
+    check_within("cache_seqlens", seqlens, capacity - new, _room(capacity, new))
+    check_within("cache_batch_idx", index, rows - 1, ", the last row of the cache")
     if index is not None and new and len(np.unique(index)) < len(index):
         raise SpecError(f"cache_batch_idx={index.tolist()}: expected different rows, because k and v are appended")
     if leftpad is not None:
-        most = np.full(leftpad.shape, capacity) if seqlens is None else seqlens
-        if (wrong := (leftpad < 0) | (leftpad > most)).any():
-            at = int(np.argmax(wrong))
-            raise SpecError(f"cache_leftpad[{at}]={leftpad[at]}: expected 0 to {most[at]}, the tokens in the cache")
+        check_within("cache_leftpad", leftpad, capacity if seqlens is None else seqlens, ", the tokens in the cache")
     if call.rotary_cos is not None:
-        _check_positions(seqlens, new, call.rotary_cos.shape[0])
-
-
-def _check_positions(seqlens: Any, new: int, positions: int) -> None:
-    """Checks that rotary tables of so many positions have that of every new token."""
-    needed = seqlens + new
-    if (wrong := needed > positions).any():
-        at = int(np.argmax(wrong))
-        raise SpecError(
-            f"rotary_cos: expected at least {needed[at]} positions for cache_seqlens[{at}]={seqlens[at]}, got "
-            f"{positions}"
-        )
+        positions = call.rotary_cos.shape[0]
+        check_within("cache_seqlens", seqlens, positions - new, f", because rotary_cos has {positions} positions")
 
 
 def whole_length(value: Any, capacity: int, new: int) -> int:
     """Returns ``cache_seqlens`` that is one int for all sequences. Raises SpecError unless it fits the cache."""
     if not 0 <= value <= capacity - new:
-        raise SpecError(f"cache_seqlens={value}: {_room(capacity, new)}")
+        raise SpecError(f"cache_seqlens={value}: expected 0 to {capacity - new}{_room(capacity, new)}")
     return int(value)
 
 
 def _room(capacity: int, new: int) -> str:
     beside = f" beside {new} new ones" if new else ""
-    return f"expected 0 to {capacity - new} tokens{beside}, because a sequence has room for {capacity}"
+    return f" tokens{beside}, because a sequence has room for {capacity}"
 
 
 def attend(

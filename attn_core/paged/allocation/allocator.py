@@ -21,11 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.kinds import check_hashable, check_kind, check_names, is_host_int
+from attn_core.call.kinds import MOST, check_hashable, check_kind, check_names, check_size, is_host_int
 from attn_core.errors import SpecError, shown
-
-MOST = 2**31 - 1
-"""Tables of pages, positions in a page, and lengths of sequences are int32."""
 
 UNUSED = -1
 """The entry of a block table after a sequence's last page."""
@@ -260,10 +257,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if not is_host_int(value) or value < 1:
-                raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
-            if value > MOST:
-                raise SpecError(f"{name}={shown(value)}: expected at most {MOST}, because tables are int32")
+            check_size(name, value, 1)  # tables are int32
         self.num_pages, self.page_size = int(num_pages), int(page_size)
         self.now = 0
         self._held: dict[Hashable, Held] = {}
@@ -710,8 +704,7 @@ class PageAllocator:
         return self._held[name]
 
     def _count(self, tokens: Any) -> int:
-        if not is_host_int(tokens) or tokens < 0:
-            raise SpecError(f"tokens={shown(tokens)}: expected a number of 0 or more")
+        check_size("tokens", tokens, 0)
         return int(tokens)
 
 

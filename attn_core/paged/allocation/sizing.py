@@ -7,10 +7,9 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from attn_core.call import pages
-from attn_core.call.kinds import is_host_int
+from attn_core.call.kinds import MOST, check_size, is_host_int
 from attn_core.call.pages import FLOAT_BITS
 from attn_core.errors import DTypeError, SpecError, shown
-from attn_core.paged.allocation.allocator import MOST
 
 BITS = {**FLOAT_BITS, **pages.BITS}
 """The bits of an element, by dtype."""
@@ -44,7 +43,7 @@ def bytes_per_token(
     """
     dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
     for name, value in {"num_layers": num_layers, "kv_heads": kv_heads, **dims}.items():
-        _check_size(name, value)
+        check_size(name, value, 1)
     if not isinstance(dtype, str) or dtype not in BITS:
         raise DTypeError(f"dtype={shown(dtype)}: expected one of {', '.join(BITS)}")
     sizes = int(kv_heads), (int(dims["head_dim"]), int(dims["value_dim"]))
@@ -73,7 +72,7 @@ def pages_that_fit(
     token = bytes_per_token(
         num_layers=num_layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype
     )
-    _check_size("page_size", page_size)
+    check_size("page_size", page_size, 1)
     page = int(page_size) * token
     if not is_host_int(memory) or memory < page:
         raise SpecError(f"memory={shown(memory)}: expected at least the {page} bytes of one page, as an int")
@@ -85,8 +84,3 @@ def part_of(free: int, fraction: Any) -> int:
     if not isinstance(fraction, int | float | np.number) or isinstance(fraction, bool) or not 0 < fraction <= 1:
         raise SpecError(f"fraction={shown(fraction)}: expected a number above 0 and at most 1")
     return int(free * fraction)
-
-
-def _check_size(name: str, value: Any) -> None:
-    if not is_host_int(value) or not 1 <= value <= MOST:
-        raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more, at most {MOST}")
