@@ -13,7 +13,7 @@ from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged import rotary
-from attn_core.paged.quantised.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
+from attn_core.paged.quantised.numbers import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
 ARGUMENTS = tuple([{"k": "k_pages", "v": "v_pages"}.get(name, name) for name in PagedInputs._fields])

@@ -18,8 +18,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
 from attn_core.paged.arguments import check_choice
-from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
-from attn_core.paged.quantised.scales import STORED
+from attn_core.paged.quantised.numbers import STORED, page_factors, stored_numbers, token_scales
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import pages_and_offsets, places_of_append
 from jax_frontend.dispatch import partitioning, plan

@@ -21,8 +21,7 @@ from attn_core.errors import ShapeError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.arguments import check_choice
-from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
-from attn_core.paged.quantised.scales import STORED
+from attn_core.paged.quantised.numbers import STORED, page_factors, stored_numbers, token_scales
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
