@@ -12,9 +12,9 @@ from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.options import Layout, Window, check_layout, is_plain_window
+from attn_core.call.segments import Segments, Visible
 from attn_core.expressions.tracing import TracedFunction
-from torch_frontend.dispatch import eager_calls, general_calls, heads_first, nested, segments
-from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.dispatch import eager_calls, functions, general_calls, heads_first, nested
 from torch_frontend.dispatch.prepared import find
 from torch_frontend.paged import dense_caches
 
@@ -145,11 +145,12 @@ def attention(
         refuse_keywords(attention, unknown)
     in_cache = not (kv_lengths is kv_starts is cache_index is None)
     if not (q_segment_ids is kv_segment_ids is q_positions is kv_positions is None):
-        said = q_segment_ids, kv_segment_ids, q_positions, kv_positions
+        tokens = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
         if in_cache:
-            cache_rows.refuse(seq_info, *said)
-        seen = causal, window, mask_mod, aux
-        causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, (seq_info, alibi_slopes))
+            cache_rows.refuse(seq_info, *tokens)
+        visible = Visible(causal, window, mask_mod, aux)
+        visible = functions.without_segments(tokens, visible, (q, k), layout, seq_info, alibi_slopes)
+        causal, window, mask_mod, aux = visible
     # A call like an earlier one, which nothing observes, runs what the earlier one prepared.
     options = causal, alignment, window, softcap, scale, dropout, deterministic, return_lse, invariant, layout
     is_usual = mask_mod is score_mod is dropout_rng is None and return_max_logit is False
@@ -205,8 +206,7 @@ def _attend_by_steps(q: Any, k: Any, v: Any, layout: Any, rows: CacheRows | None
     if rows is not None:
         return dense_caches.attend(attention, (q, k, v), rows, {**given, "layout": layout})
     if check_layout(layout) == "bhsd":
-        results = attention(*heads_first.all_exchanged((q, k, v)), **given)
-        return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+        return heads_first.first_exchanged(attention(*heads_first.all_exchanged((q, k, v)), **given))
     if nested.has_jagged(q, k, v):
         return nested.attend(attention, (q, k, v), given)
     return general_calls.run(q, k, v, given)

@@ -10,12 +10,11 @@ from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainKeywords
-from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import Door, Options, check_layout, names_at
-from attn_core.call.segments import Segments
+from attn_core.call.options import Door, check_layout, names_at
+from attn_core.call.segments import Segments, Visible
 from attn_core.selection import NoBackendError, Selection
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import general_calls, heads_first, nested, plan, segments
+from torch_frontend.dispatch import functions, general_calls, heads_first, nested
 from torch_frontend.paged import dense_caches
 
 Tensor = torch.Tensor
@@ -40,24 +39,16 @@ def explain(
     if any(array is not None for array in tokens):
         if in_cache:
             cache_rows.refuse(said["seq_info"], *tokens)
-        seen = said["causal"], said["window"], said["mask_mod"], said["aux"]
+        visible = Visible(*(said[name] for name in Visible._fields))
         alone = said["seq_info"], said["alibi_slopes"]
-        said |= segments.without_segments(tokens, seen, (q, k), layout, alone)._asdict()
+        said |= functions.without_segments(tokens, visible, (q, k), layout, *alone)._asdict()
     if in_cache:
         return dense_caches.explain(explain, (q, k, v), rows, said, needs_backward)
     if check_layout(layout) == "bhsd":
         q, k, v = heads_first.all_exchanged((q, k, v))
     if nested.has_jagged(q, k, v):
-        others = {name: said[name] for name in ("seq_info", "mask", "bias", "key_ranges", "mask_mod", "score_mod")}
-        (q, k, v), said["seq_info"] = nested.as_documents((q, k, v), others)
-    if is_object(said["mask"], said["bias"]):
-        said |= plan.read_mask_object(q, k, tuple([said[name] for name in Visible._fields]))._asdict()
-    tensors = (q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
-    functions = said["mask_mod"], said["score_mod"], said["aux"]
-    extras = said["dropout_rng"], said["backend"], said["key_ranges"], functions
-    plain = Options.of(said)
-    maximum = said["return_max_logit"]
-    return general_calls.explain(tensors, said["seq_info"], plain, *extras, needs_backward, maximum)
+        (q, k, v), said["seq_info"] = nested.as_documents((q, k, v), said)
+    return general_calls.explain(q, k, v, said, needs_backward)
 
 
 def warm_up(q: Tensor, k: Tensor, v: Tensor, *, needs_backward: bool | None = None, **options: Any) -> Selection:

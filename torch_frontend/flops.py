@@ -13,13 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_core.call.tensors import Inputs
-from torch_frontend.dispatch import (
-    forward_mode,
-    max_logit,  # noqa: F401  registers its op
-)
-from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
+from torch_frontend.dispatch import forward_mode, max_logit
+from torch_frontend.dispatch import ops as dense_ops
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.op_arguments import OpOptions, from_call
+from torch_frontend.dispatch.op_arguments import Op, OpOptions, from_call
 from torch_frontend.paged import attention  # noqa: F401  registers its op
 
 Tensor = torch.Tensor
@@ -50,15 +47,15 @@ def _work(inputs: Inputs, how: OpOptions, of_q: int, of_v: int) -> Any:
     return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (of_q * inputs.q.shape[-1] + of_v * inputs.v.shape[-1])
 
 
-def _products(before: int, of_q: int, of_v: int) -> Callable[..., Any]:
-    """Returns the formula of an op with so many products; before: its arguments before those of ``attn::forward``."""
-    return lambda *arguments, out_val=None, **_: _work(*from_call(arguments[before:]), of_q, of_v)
+def _products(op: Op, of_q: int, of_v: int) -> Callable[..., Any]:
+    """Returns the formula of an op with so many products."""
+    return lambda *arguments, out_val=None, **_: _work(*from_call(op.call_of(arguments)), of_q, of_v)
 
 
 def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     """Counts the forward's two matrix products, and one for each product with a tangent."""
     dq, dk, dv = (each is not None for each in arguments[:3])
-    inputs, how = from_call(arguments[forward_mode.COUNT :])
+    inputs, how = from_call(forward_mode.JVP.call_of(arguments))
     keys, values = 1 + dq + dk, 1 + (dq or dk) + dv
     return _work(inputs, how, keys, values)
 
@@ -80,11 +77,11 @@ def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     formulas = {
-        torch.ops.attn.forward: _products(0, 1, 1),  # queries and keys; weights and values
+        torch.ops.attn.forward: _products(dense_ops.FORWARD, 1, 1),  # queries and keys; weights and values
         # The scores again, the gradients of queries and keys; of weights and of values.
-        torch.ops.attn.backward: _products(5, 3, 2),
+        torch.ops.attn.backward: _products(dense_ops.BACKWARD, 3, 2),
         torch.ops.attn.jvp: _jvp,
-        torch.ops.attn.max_logit: _products(0, 1, 0),
+        torch.ops.attn.max_logit: _products(max_logit.MAX_LOGIT, 1, 0),
         torch.ops.attn.paged_forward: _paged,
     }
     for target, formula in formulas.items():

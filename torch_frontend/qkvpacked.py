@@ -7,24 +7,24 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from attn_core.call.arguments import Arrays, check_qkv_as_one
+from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
-from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import PLAIN, Door, Options, is_plain_window, names_at, requested_names
+from attn_core.call.mask_objects import is_object
+from attn_core.call.options import PLAIN, Door, is_plain_window, names_at, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.autograd import once_differentiable
-from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.eager_calls import checked_options
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import is_watched
+from torch_frontend.dispatch.value_checks import in_checks
 
 Tensor = torch.Tensor
 Keywords = QkvPackedKeywords[Tensor, torch.Generator]
@@ -64,10 +64,9 @@ def attention_qkvpacked(
     if train is not None:
         return train(qkv, said["mask"], said["bias"], said["alibi_slopes"], said["sinks"])
     plan.check_tensor("qkv", qkv)
-    if is_object(said["mask"], said["bias"]):
-        rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, tuple([said[name] for name in Visible._fields])
-        said |= plan.read_mask_object(rows, rows, visible)._asdict()
-    seq_info, generator, backend, bias = said["seq_info"], said["dropout_rng"], said["backend"], said["bias"]
+    rows = qkv.select(-3, 0) if is_object(said["mask"], said["bias"]) and qkv.dim() > 3 else qkv
+    said = plan.without_mask_object(rows, rows, said)
+    seq_info, backend, bias = said["seq_info"], said["backend"], said["bias"]
     check_qkv_as_one(plan.facts(qkv.shape, qkv.dtype, qkv.device), seq_info is not None)
     in_parts = any([said[name] is not None for name in ("key_ranges", *Segments._fields)])
     if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
@@ -76,9 +75,8 @@ def attention_qkvpacked(
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
         return attention(*qkv.unbind(-3), **said)
     # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
-    tensors = (*qkv.detach().unbind(-3), *[said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")])
-    plain = Options.of(said)
-    inputs, plain = gather_arguments(tensors, seq_info, plain, generator)
+    q, k, v = qkv.detach().unbind(-3)
+    inputs, plain = gather_arguments(q, k, v, said)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
     entries = plan.metadata(inputs)
@@ -110,7 +108,7 @@ def _prepare_training(request: Request) -> Prepared | None:
     check_qkv_as_one(plan.facts(*qkv), False)
     shape, dtype, device = qkv
     part = torch.Size((*shape[:-3], *shape[-2:])), dtype, device
-    entries = Inputs(part, part, part, *tables)[: len(Arrays._fields)]
+    entries = Inputs(part, part, part, *tables)
     call_plan = plan.plan(entries, options, True, bool(learned.bias), request.requested)
     absent = (None,) * (len(Inputs._fields) - 7)
 

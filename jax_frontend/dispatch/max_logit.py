@@ -18,7 +18,7 @@ from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.selection import Target, row_maximum
+from attn_core.selection import row_maximum
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import local_call, ops, partitioning, plan
 from jax_frontend.dispatch.vmap import MappedCall
@@ -76,12 +76,9 @@ def of_rows(rows: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _choice(spec: AttentionSpec, device: str) -> row_maximum.RowMaximum:
-    first = backends.row_maximum_order("jax", backends.kind_of(device))[0]
-    choice = row_maximum.choose(spec, Target("jax", device))
-    # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
-    if first == backends.plain_backend("jax") and choice.backend == first:
-        return choice
-    return row_maximum.choose(spec, Target.here("jax", device))
+    order = backends.row_maximum_order("jax", backends.kind_of(device))
+    choice: row_maximum.RowMaximum = plan.choice_beside(partial(row_maximum.choose, spec), order, device)
+    return choice
 
 
 row_maximum_p = ops.make_primitive("attn_row_maximum")

@@ -70,25 +70,14 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: boo
 
     If ``plan.as_one``, ``inputs.q`` is q, k and v in one array, and ``inputs.k`` and ``inputs.v`` are None.
     """
-    names, operands = local_call.present_operands(inputs, plan.as_one)
     with_lse = with_lse and local_call.has_lse(plan)
-    call = BridgedCall(
-        "forward",
-        plan.backend,
-        plan.device,
-        plan.spec,
-        names,
-        with_lse=with_lse,
-        with_maximum=with_maximum,
-        overlaps_exchange=plan.overlaps_exchange,
-        tables_checked=plan.tables_checked,
-        checked=plan.checked,
-    )
+    flags = {"with_lse": with_lse, "with_maximum": with_maximum, "overlaps_exchange": plan.overlaps_exchange}
+    whole, operands = _planned_call("forward", plan, inputs, {}, **flags, tables_checked=plan.tables_checked)
     if plan.spec.empty:
-        empty = partial(local_call.empty_results, call)
-        out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
+        empty = partial(local_call.empty_results, whole.call)
+        out, *others = partitioning.run_under_auto_axes(empty, whole, operands)
     else:
-        out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
+        out, *others = run_call(forward_p, whole, operands)
     return Results(out, others[0] if with_lse else None, others[-1] if with_maximum else None)
 
 
@@ -104,17 +93,13 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
         dbias, dsinks = zeros.bias if spec.bias_gradient else None, zeros.sinks
         daux = {DAUX[number]: getattr(zeros, AUX[number]) for number in spec.aux_gradients}
         return Gradients(zeros.q, zeros.k, zeros.v, dbias, dsinks, **daux)
-    names, operands = local_call.present_operands(inputs, plan.as_one)
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
-    flags = {"overlaps_exchange": plan.overlaps_exchange, "checked": plan.checked}
-    call = BridgedCall("backward", plan.backend, plan.device, spec, names, tuple(saved), **flags)
-    results = run_call(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
+    whole, operands = _planned_call("backward", plan, inputs, saved, overlaps_exchange=plan.overlaps_exchange)
+    named = dict(zip(whole.call.results, run_call(backward_p, whole, operands), strict=True))
     if plan.as_one:
-        # One result stands for the first three gradients.
-        rest = dict(zip(call.gradients[3:], results[1:], strict=True))
-        return Gradients(results[0], None, None, **rest)
-    return Gradients(**dict(zip(call.gradients, results, strict=True)))
+        return Gradients(named.pop("dqkv"), None, None, **named)
+    return Gradients(**named)
 
 
 def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]:
@@ -124,12 +109,24 @@ def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]
         plan: of a torch backend with forward mode.
         tangents: by the names of their arrays, in the shapes and dtypes of these.
     """
-    names, operands = local_call.present_operands(inputs, False)
     extras = {f"d{name}": array for name, array in tangents.items()}
     assert set(extras) <= set(Tangents._fields)
-    call = BridgedCall("jvp", plan.backend, plan.device, plan.spec, names, tuple(extras), checked=plan.checked)
-    dout, dlse = run_call(jvp_p, MappedCall(call, requested=plan.requested), (*operands, *extras.values()))
+    dout, dlse = run_call(jvp_p, *_planned_call("jvp", plan, inputs, extras))
     return dout, dlse
+
+
+def _planned_call(
+    direction: str, plan: Plan, inputs: Any, extras: dict[str, Any], **flags: bool
+) -> tuple[MappedCall, tuple[Any, ...]]:
+    """Returns a planned call, and its operands: the inputs that it has, then the extras.
+
+    flags: fields of ``BridgedCall``.
+    """
+    names, operands = local_call.present_operands(inputs, plan.as_one)
+    call = BridgedCall(
+        direction, plan.backend, plan.device, plan.spec, names, tuple(extras), checked=plan.checked, **flags
+    )
+    return MappedCall(call, requested=plan.requested), (*operands, *extras.values())
 
 
 def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> list[Any]:

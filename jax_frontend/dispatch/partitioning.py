@@ -20,7 +20,6 @@ its results get explicit shardings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.call.functions import AUX, by_row, reads
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from jax_frontend.dispatch.vmap import MappedCall
+from jax_frontend.dispatch.vmap import MappedCall, resized
 
 _AXES = {
     "q": ("batch", "queries", "heads", "dim"),
@@ -166,28 +165,12 @@ def part_of(call: MappedCall, mesh: Any, split: Split) -> Part:
 
 
 def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
-    parts = {"batch": shards(mesh, split.batch), "heads": shards(mesh, split.heads)}
-    heads, kv_heads = spec.num_heads // parts["heads"], spec.num_kv_heads // shards(mesh, split.kv_heads)
+    heads, kv_heads = spec.num_heads // shards(mesh, split.heads), spec.num_kv_heads // shards(mesh, split.kv_heads)
     if split.heads and not split.kv_heads:
         # The device's query heads share one kv head if a group is a multiple of them. Else each reads its own copy,
         # because their groups may start and end inside the device's range.
         kv_heads = 1 if spec.group_size % heads == 0 else heads
-    changes: dict[str, Any] = {"batch": spec.batch // parts["batch"], "num_heads": heads, "num_kv_heads": kv_heads}
-    for field, axes in (("mask", _AXES["mask"]), ("bias", _AXES["bias"]), ("alibi", _AXES["alibi_slopes"])):
-        shape = getattr(spec, f"{field}_shape")
-        if shape is not None:
-            own = zip(axes[len(axes) - len(shape) :], shape, strict=True)
-            changes[f"{field}_shape"] = tuple(1 if size == 1 else size // parts.get(axis, 1) for axis, size in own)
-    rows_of = by_row(spec) or ()
-    changes["aux"] = tuple(
-        entry._replace(shape=(changes["batch"], *entry.shape[1:])) if number in rows_of else entry
-        for number, entry in enumerate(spec.aux)
-    )
-    if spec.key_ranges_shape is not None:
-        rows, range_heads, *rest = spec.key_ranges_shape
-        local = 1 if rows == 1 else changes["batch"], 1 if range_heads == 1 else kv_heads
-        changes["key_ranges_shape"] = (*local, *rest)
-    return replace(spec, **changes)
+    return resized(spec, spec.batch // shards(mesh, split.batch), heads, kv_heads)
 
 
 def _entries(call: MappedCall, known: Known, axis: str) -> Iterator[tuple[str, ...]]:

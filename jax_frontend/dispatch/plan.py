@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -119,12 +119,25 @@ def with_tangents(call: Plan, *, again: bool = False) -> Plan:
 @lru_cache(maxsize=4096)
 def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
     """Returns the spec of a call's tangents, and the backend that computes them."""
-    first = (requested or backends.forward_mode_order("jax", backends.kind_of(device)))[:1]
-    choice = forward_mode.choose(spec, Target("jax", device), requested, spec.aux_gradients)
-    # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
-    if first != (backends.plain_backend("jax"),) or (choice.backend,) != first:
-        choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
+    order = requested or backends.forward_mode_order("jax", backends.kind_of(device))
+    choice = choice_beside(
+        lambda target: forward_mode.choose(spec, target, requested, spec.aux_gradients), order, device
+    )
     return choice.spec, forward_mode.noted(choice)
+
+
+def choice_beside(choose: Callable[[Target], Any], order: Sequence[str], device: str) -> Any:
+    """Returns the choice of what computes tangents or largest logits, from a function of the target.
+
+    If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
+
+    Args:
+        order: the candidates.
+    """
+    choice = choose(Target("jax", device))
+    if order[0] == choice.backend == backends.plain_backend("jax"):
+        return choice
+    return choose(Target.here("jax", device))
 
 
 @lru_cache(maxsize=4096)

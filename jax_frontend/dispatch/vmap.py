@@ -5,7 +5,7 @@ Each device folds its own part while the call runs, so XLA gathers neither a sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -54,20 +54,8 @@ class MappedCall(NamedTuple):
         spec = self.call.spec
         if not self.sizes:
             return spec
-        batch = spec.batch * prod(self.sizes)
-        changes: dict[str, Any] = {"batch": batch}
-        for name, has in zip(self.names, map(any, zip(*self.mapped, strict=True)), strict=True):
-            if name in ("mask", "bias", "key_ranges"):
-                shape = getattr(spec, f"{name}_shape")
-                changes[f"{name}_shape"] = (batch, *shape[1:]) if has or shape[0] != 1 else shape
-            elif name == "alibi_slopes" and (has or len(spec.alibi_shape or ()) == 2):
-                changes["alibi_shape"] = (batch, spec.num_heads)
-        rows_of = by_row(spec) or ()
-        changes["aux"] = tuple(
-            entry._replace(shape=(batch, *entry.shape[1:])) if number in rows_of else entry
-            for number, entry in enumerate(spec.aux)
-        )
-        return replace(spec, **changes)
+        moving = [name for name, has in zip(self.names, map(any, zip(*self.mapped, strict=True)), strict=True) if has]
+        return resized(spec, spec.batch * prod(self.sizes), spec.num_heads, spec.num_kv_heads, moving)
 
     def axes_in_front(self, at: int) -> tuple[int, ...]:
         """Returns the mapped axes that an operand has."""
@@ -145,6 +133,33 @@ class MappedCall(NamedTuple):
         lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))
         wide = jnp.broadcast_to(array.reshape(*lead, *rest), (*self.sizes, batch, *rest[1:]))
         return wide.reshape(-1, *rest[1:])  # [*mapped, batch, ...] -> [mapped * batch, ...]
+
+
+def resized(
+    spec: AttentionSpec, batch: int, num_heads: int, num_kv_heads: int, with_rows: Collection[str] = ()
+) -> AttentionSpec:
+    """Returns the spec of a call with another batch and other heads. Axes of size 1 that broadcast stay.
+
+    Args:
+        with_rows: the operands that get a row for each row of the batch, even if all rows share one now.
+    """
+    changes: dict[str, Any] = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, heads in (("mask", num_heads), ("bias", num_heads), ("key_ranges", num_kv_heads)):
+        shape = getattr(spec, f"{name}_shape")
+        if shape is not None:
+            rows = batch if shape[0] != 1 or name in with_rows else 1
+            changes[f"{name}_shape"] = (rows, 1 if shape[1] == 1 else heads, *shape[2:])
+    if spec.alibi_shape is not None:
+        *rows_of_slopes, _ = spec.alibi_shape
+        if spec.paged is None and (rows_of_slopes or "alibi_slopes" in with_rows):
+            rows_of_slopes = [batch]
+        changes["alibi_shape"] = (*rows_of_slopes, num_heads)
+    rows_of = by_row(spec) or ()
+    changes["aux"] = tuple(
+        entry._replace(shape=(batch, *entry.shape[1:])) if number in rows_of else entry
+        for number, entry in enumerate(spec.aux)
+    )
+    return replace(spec, **changes)
 
 
 Bind = Callable[..., list[Any]]

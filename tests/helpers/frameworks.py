@@ -183,7 +183,7 @@ def empty_plan_caches(programs: bool = True) -> None:
         module = import_module(name)
         module.plan.cache_clear()
     import_module("torch_frontend.dispatch.prepared")._prepared.cache_clear()
-    import_module("torch_frontend.dispatch.families")._family.cache_clear()
+    import_module("torch_frontend.dispatch.eager_calls")._family.cache_clear()
     import_module("torch_frontend.dispatch.in_parts")._plan_in_parts.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.dispatch.plan").backend_of.cache_clear()

@@ -10,7 +10,8 @@ import torch
 
 from attn_core import AttentionSpec, Target, backends
 from attn_core.backends.support import Build
-from torch_frontend.dispatch import cudnn_plans, eager_calls, families, plan
+from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch import cudnn_plans, eager_calls, plan
 from torch_frontend.dispatch.plan import Plan
 
 OTHERS = [name for name in backends.names() if not name.startswith(("sdpa", "math", "flex"))]
@@ -20,7 +21,7 @@ H100 = Target(
     tuple((name, "not installed here") for name in OTHERS),
     (("sdpa_cudnn", Build("cuDNN", version=(9, 26, 0))),),
 )
-CACHES = (plan.plan, families._family)
+CACHES = (plan.plan, eager_calls._family)
 OPTIONS = eager_calls.checked_options(False, "bottom_right", None, None, None, 0.0, False, False, None)
 PLACE = torch.device("cpu")  # the plans are those of an H100, and none of them runs
 
@@ -34,8 +35,7 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unrunnable(name: str, spec: AttentionSpec, *_: Any) -> Plan:
         return Plan(spec, name, plan.empty_forward, plan._empty_backward, False)
 
-    for module in (plan, families):
-        monkeypatch.setattr(module, "plan_on", unrunnable)
+    monkeypatch.setattr(plan, "plan_on", unrunnable)
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
     monkeypatch.setattr(cudnn_plans, "MOST_SHAPES", 5)
     monkeypatch.setattr(cudnn_plans, "_shapes", {})
@@ -48,9 +48,9 @@ def planned(q_len: int, requested: str | None = None, *, sinks: bool = False, tr
     """The plan of a call with a mask; with sinks it takes the general path."""
     q, mask = (torch.Size((2, q_len, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, q_len)), torch.bool, PLACE)
     if sinks:
-        metadata = (q, q, q, mask, None, None, (torch.Size((16,)), torch.float32, PLACE), None, None, None)
+        metadata = Inputs(q, q, q, mask, sinks=(torch.Size((16,)), torch.float32, PLACE))
         return plan.plan(metadata, OPTIONS, training, False, requested)
-    return families.plan_by_family((q, q, q, mask, *(None,) * 6), OPTIONS, training, False, requested)
+    return eager_calls.plan_by_family(Inputs(q, q, q, mask), OPTIONS, training, False, requested)
 
 
 @pytest.mark.parametrize("more", [{}, {"training": True}, {"sinks": True}], ids=["family", "training", "general path"])
@@ -75,7 +75,7 @@ def test_explain_says_why() -> None:
     for step in range(5):
         planned(1000 + step)
     q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
-    selection = plan.explanation((q, q, q, mask, *(None,) * 6), OPTIONS, False, False, None)
+    selection = plan.explanation(Inputs(q, q, q, mask), OPTIONS, False, False, None)
     assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
     assert "never frees" in str(selection.text(everything=True))
 

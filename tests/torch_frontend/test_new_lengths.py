@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from attn_core.call.options import check_options
+from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from torch_frontend import attention
-from torch_frontend.dispatch import families, plan
+from torch_frontend.dispatch import eager_calls, plan
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -53,8 +54,8 @@ def test_a_plan_of_new_lengths_is_the_plan_of_a_first_call(options: dict[str, An
         defaults |= {"dropout": 0.0, "deterministic": False, "return_lse": False, "invariant": None}
         named = {**defaults, **given}
         checked = check_options(plan.Options(**named))
-        first = plan.plan((*entries, *(None,) * 4), checked, needs_grad, False, requested)
-        actual = families.plan_by_family((*entries, *(None,) * 4), checked, needs_grad, False, requested)
+        first = plan.plan(Inputs(*entries), checked, needs_grad, False, requested)
+        actual = eager_calls.plan_by_family(Inputs(*entries), checked, needs_grad, False, requested)
         assert (actual.spec, hash(actual.spec), actual.backend) == (first.spec, hash(first.spec), first.backend)
         assert (actual.shortcut is None, actual.one_row) == (first.shortcut is None, first.one_row)
 

@@ -12,6 +12,7 @@ import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
 from attn_core.call import observe
+from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
@@ -19,10 +20,9 @@ from torch_frontend.context_parallel.agreement.calls import SharedCall, prepare_
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.context_parallel.repeated_calls import RepeatedCall
-from torch_frontend.dispatch import autocast, empty_rows
+from torch_frontend.dispatch import autocast, empty_rows, ops
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions
+from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions, join_names
 
 Tensor = torch.Tensor
 
@@ -175,10 +175,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype)
-    return out, lse, q.new_empty((), dtype=torch.int64)
+    return *ops.results_like(Inputs(q, k, v)), q.new_empty((), dtype=torch.int64)
 
 
 def _backward_op(

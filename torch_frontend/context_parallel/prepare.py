@@ -18,8 +18,7 @@ from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.request import Request
 from attn_core.selection import Target
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis, find_axis
-from torch_frontend.dispatch.plan import device_name
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.plan import device_name, on_device
 
 Tensor = torch.Tensor
 

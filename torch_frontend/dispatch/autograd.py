@@ -15,7 +15,7 @@ from attn_core.expressions.properties import aux_numbers
 from attn_core.expressions.tree import Expression
 from torch_frontend.dispatch import autocast
 from torch_frontend.dispatch.plan import Plan
-from torch_frontend.dispatch.run_plan import gradients_in_order, note_plan, run_backward, run_forward
+from torch_frontend.dispatch.run_plan import gradients_in_order, note_failure, note_plan, run_backward, run_forward
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active
 
 Tensor = torch.Tensor
@@ -86,6 +86,29 @@ class AttentionFunction(torch.autograd.Function):
                 note_plan(error, plan, "backward")
                 raise
         return None, *gradients_in_order(run_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
+
+
+def run(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, *others: Any) -> Any:
+    """Runs a plan and returns its results as ``attention`` does, by the backend's shortcut if it has one.
+
+    Args:
+        records: whether autograd records the call, if no shortcut runs it.
+        others: the fields of ``Inputs`` behind the bias, as far as the call has them. The backward needs the mask, the
+            offsets and dropout's words as well.
+    """
+    shortcut, spec = call_plan.shortcut, call_plan.spec
+    try:
+        results = None
+        if shortcut is not None:
+            results = shortcut(q, k, v) if mask is bias is None else shortcut(q, k, v, mask, bias)
+        if results is None:
+            if records:
+                return AttentionFunction.apply(call_plan, q, k, v, mask, bias, *others)
+            results = run_forward(call_plan, Inputs(q, k, v, mask, bias, *others))
+    except Exception as error:
+        note_failure(error, call_plan, q, k, v)
+        raise
+    return results if spec.return_lse else results[0]
 
 
 def gradients_needed(inputs: Inputs) -> tuple[bool, bool]:

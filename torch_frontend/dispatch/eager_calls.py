@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.call.arguments import Arrays
+from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options, check_layout, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.selection import NoBackendError
-from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, plan
-from torch_frontend.dispatch.families import plan_by_family
+from attn_core.selection import NoBackendError, Target, choose, new_plans
+from torch_frontend.dispatch import autograd, cudnn_plans, empty_rows, in_parts, offsets, plan
 from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
 from torch_frontend.dispatch.plan import Metadata, Plan
 from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
@@ -96,7 +96,7 @@ def prepare(request: Request) -> Prepared | None:
     entries = _exchanged(entries) if heads_first else entries
     call_plan = _plan(entries, options, request, bool(learned.bias))
     on_host = entries.q[2].type == "cpu"
-    run = _run_dense if given == 3 else _run_on_documents_of_host if call_plan.spec.packed and on_host else _run
+    run = _run_dense if given == 3 else _run_on_documents_of_host if call_plan.spec.packed and on_host else autograd.run
     # Autograd can differentiate a shortcut, so only a call without one needs our autograd function.
     records = request.needs != 0 and not request.trains
     reads: Any = None
@@ -116,16 +116,15 @@ def _build(call_plan: Plan, run: Run, records: bool, heads_first: bool) -> Run:
 
 def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bool) -> Plan:
     """Plans a call; in a layer that trains on a backend without a backward if no requested backend has one."""
-    metadata: tuple[Metadata | None, ...] = entries[: len(Arrays._fields)]
     others = entries.alibi_slopes, entries.sinks, entries.cu_seqlens_q, entries.cu_seqlens_k
     plans = plan_by_family if others == (None, None, None, None) else plan.plan
     if request.trains:
         try:
-            return plans(metadata, options, True, bias_gradient, request.requested)
+            return plans(entries, options, True, bias_gradient, request.requested)
         except NoBackendError:
             pass
-        return plans(metadata, options, False, False, request.requested)
-    return plans(metadata, options, request.needs != 0, bias_gradient, request.requested)
+        return plans(entries, options, False, False, request.requested)
+    return plans(entries, options, request.needs != 0, bias_gradient, request.requested)
 
 
 def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -143,26 +142,9 @@ def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) 
     return results if spec.return_lse else results[0]
 
 
-def _run(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, *others: Any) -> Any:
-    """Runs a call on mask and bias as well, and on the fields of ``Inputs`` behind them, if there are more."""
-    shortcut, spec = call_plan.shortcut, call_plan.spec
-    try:
-        results = None
-        if shortcut is not None:
-            results = shortcut(q, k, v) if mask is bias is None else shortcut(q, k, v, mask, bias)
-        if results is None:
-            if records:
-                return autograd.AttentionFunction.apply(call_plan, q, k, v, mask, bias, *others)
-            results = run_forward(call_plan, Inputs(q, k, v, mask, bias, *others))
-    except Exception as error:
-        note_failure(error, call_plan, q, k, v)
-        raise
-    return results if spec.return_lse else results[0]
-
-
 def _run_on_documents_of_host(call_plan: Plan, records: bool, *tensors: Any) -> Any:
     check_offsets(call_plan.spec, Inputs(*tensors))
-    return _run(call_plan, records, *tensors)
+    return autograd.run(call_plan, records, *tensors)
 
 
 def _in_heads_first(call_plan: Plan, run: Run) -> Run:
@@ -232,8 +214,7 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     device, on_host = q[2], ranges[2].type == "cpu"
     entries = Inputs(q, k, v, key_ranges=(*ranges[:2], device if on_host else ranges[2]))  # those on the host move
     records = request.needs != 0
-    metadata, names = entries[: len(Arrays._fields)], requested_names(request.requested)
-    arguments = (metadata, options, records, False, names, None)
+    arguments = (entries, options, records, False, requested_names(request.requested), None)
     plan.request(*arguments)  # raises the error of a call that is not valid
     planned = None if on_host else plan.plan(*arguments)
 
@@ -258,3 +239,95 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
 def checked_options(*plain: Any) -> Options:
     """Returns the checked options of ``PLAIN``."""
     return check_options(Options.of(dict(zip(PLAIN, plain, strict=True))))
+
+
+# Plans of calls that differ from an earlier one in the batch and the lengths alone, without its checks. A decoding loop
+# has new lengths with every token, so this decides how long a step takes on the host.
+
+
+class _Family:
+    """Calls that differ in the batch and the lengths alone.
+
+    Attributes:
+        known: the spec of the first call, the target, and the names of the requested backends; None before that call.
+        claimed: see ``choose``; for the target, and for the target without cuDNN.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[AttentionSpec, Target, tuple[str, ...] | None] | None = None
+        self.claimed: tuple[dict[str, bool], dict[str, bool]] = ({}, {})
+
+
+@lru_cache(maxsize=1024)
+def _family(*what_calls_share: Any) -> _Family:
+    return _Family()
+
+
+def plan_by_family(
+    metadata: Inputs,
+    options: Options,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+) -> Plan:
+    """Plans a call as ``plan.plan`` does. If only its sizes are new, most checks are skipped.
+
+    Args:
+        metadata: as ``plan.plan`` takes it; only q, k, v, the mask and the bias are there.
+        options: checked.
+    """
+    q, k, v, mask, bias, *_ = metadata
+    sizes = _sizes((q[0], k[0], v[0]), mask, bias)
+    if sizes is None:
+        return plan.plan(metadata, options, needs_backward, bias_gradient, requested)
+    batch, q_len, kv_len, mask_axes, bias_axes = sizes
+    # Before the key, because the window may hide keys of one call of a family and none of another one.
+    options = without_idle_sides(options, q_len, kv_len)
+    tables = mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:])
+    family = _family(
+        (q[0][2:], k[0][2:], v[0][2:], q_len == kv_len, *tables),
+        (q[1], k[1], v[1], q[2], k[2], v[2], needs_backward, bias_gradient, requested),
+        options,  # checked, so those that are equal mean the same, whatever their type
+    )
+    if family.known is not None:
+        first, target, names = family.known
+        spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])
+        limited = target if names else cudnn_plans.limited(target, spec)
+        choice = choose(spec, limited, names, family.claimed[limited is not target])
+        if choice is not None:
+            name, candidates = choice
+            if names is None:
+                cudnn_plans.chosen(spec, name)
+            new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
+            return plan.plan_on(name, spec, target, q[2], mask, bias, False)
+    result = plan.plan(metadata, options, needs_backward, bias_gradient, requested)
+    family.known = (result.spec, Target.here("torch", plan.device_name(q[2])), requested_names(requested))
+    return result
+
+
+def _sizes(
+    shapes: tuple[torch.Size, ...], mask: Metadata | None, bias: Metadata | None
+) -> tuple[int, int, int, Any, Any] | None:
+    """Returns batch, q_len, kv_len, and which axes of mask and bias have size 1; None if the shapes do not fit.
+
+    A call that it accepts is valid if an earlier call with the same widths and the same such axes was.
+    """
+    q, k, v = shapes
+    if not (len(q) == len(k) == len(v) == 4):
+        return None
+    batch, q_len, heads, _ = q
+    kv_len = k[1]
+    if not (batch and q_len and kv_len):
+        return None
+    if not (batch == k[0] == v[0] and kv_len == v[1]):
+        return None
+    axes: list[Any] = []
+    for table in (mask, bias):
+        if table is None:
+            axes.append(None)
+            continue
+        shape = table[0]
+        if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, (batch, heads, q_len, kv_len), strict=True)):
+            return None
+        axes.append(tuple([n == 1 for n in shape]))
+    return batch, q_len, kv_len, axes[0], axes[1]

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 
 from attn_core.call import checks
-from attn_core.call.functions import NO_FUNCTIONS, are_given, aux_of, named, trace
+from attn_core.call.functions import are_given, aux_of
+from attn_core.call.functions import named as aux_by_name
 from attn_core.call.kinds import check_int32
-from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
-from attn_core.expressions.tracing import TracedFunction, trace_mask
 from attn_core.selection import NoBackendError, Selection, override
 from attn_core.selection.row_maximum import with_max_logit
 from torch_frontend.dispatch import (
     autocast,
     autograd,
     empty_rows,
+    functions,
     in_parts,
     max_logit,
     offsets,
@@ -36,77 +35,45 @@ from torch_frontend.dispatch import (
     transforms,
     value_checks,
 )
-from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.block_masks import function_of, is_block_mask
-from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
-from torch_frontend.dispatch.op_arguments import OpOptions
+from torch_frontend.dispatch.op_arguments import OpOptions, join_names
 from torch_frontend.dispatch.prepared import layer_trains
 from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.value_checks import in_checks
 
 
-def _trace_outside(*functions: Any) -> Any:
-    """``functions.trace`` outside of a program that torch compiles: Dynamo would trace the tracing itself."""
-    dynamo = sys.modules.get("torch._dynamo")  # after a broken graph it runs this function, too
-    return (trace if dynamo is None else dynamo.disable(trace))(*functions)
-
-
-def trace_mask_outside(mask_mod: Any, aux: Any) -> TracedFunction:
-    """``trace_mask`` outside of a program that torch compiles."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return (trace_mask if dynamo is None else dynamo.disable(trace_mask))(mask_mod, aux)  # type: ignore[no-any-return]
-
-
-# As torch.compiler.disable does, which would load the compiler.
-for _function in (_trace_outside, trace_mask_outside):
-    vars(_function).update(
-        _torchdynamo_disable=True,
-        _torchdynamo_disable_msg="attention traces mask_mod and score_mod, which breaks the graph: pass what "
-        "attn_core.expressions.trace_mask and trace_score return for them",
-    )
-
-
-def gather_arguments(
-    tensors: tuple[Any, ...],
-    seq_info: Any,
-    options: Options,
-    generator: torch.Generator | None,
-    *,
-    draw: bool = True,
-    key_ranges: Any = None,
-    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
-) -> tuple[Inputs, Options]:
+def gather_arguments(q: Any, k: Any, v: Any, given: dict[str, Any], *, draw: bool = True) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is.
 
-    functions: mask_mod, score_mod and aux.
+    Args:
+        given: the arguments of ``attention`` beside q, k and v, by name; no mask object.
     """
-    for name, tensor in zip(Inputs._fields, tensors, strict=False):
+    named = {"q": q, "k": k, "v": v, **{name: given[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}}
+    for name, tensor in named.items():
         if tensor is not None or name in ("q", "k", "v"):
             plan.check_tensor(name, tensor)
-    q, k, v, mask, bias, alibi_slopes, sinks = tensors
-    tensor_kinds.check_data(q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
-    q, k, v, bias = autocast.in_autocast(q, k, v, bias)
-    plan.check_gradient_free("alibi_slopes", alibi_slopes)
+    tensor_kinds.check_data(**named)
+    q, k, v, named["bias"] = autocast.in_autocast(q, k, v, named["bias"])
+    plan.check_gradient_free("alibi_slopes", named["alibi_slopes"])
+    options = Options.of(given)
     options = check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)
+    generator = given["dropout_rng"]
     if generator is not None and not isinstance(generator, torch.Generator):
         raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
-    info = SeqInfo.coerce(seq_info)
-    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
-    if key_ranges is not None:
-        inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
-    if are_given(functions):
-        if is_block_mask(functions[0]):
-            sizes = 1 if q.dim() == 3 else q.shape[0], q.shape[-2], q.shape[-3], k.shape[-3]
-            functions = function_of(functions[0], *sizes, "mask_mod"), *functions[1:]
-        untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
-        mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
+    info = SeqInfo.coerce(given["seq_info"])
+    inputs = Inputs(**(named | {"q": q, "k": k, "v": v}))
+    if given["key_ranges"] is not None:
+        inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, given["key_ranges"]))
+    if are_given(own := (given["mask_mod"], given["score_mod"], given["aux"])):
+        mask_mod, score_mod, aux = functions.traced(q, k, own)
         arrays = [_aux_as_tensor(q, number, array) for number, array in enumerate(aux)]
-        inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
+        inputs = inputs._replace(**aux_by_name(arrays))
+        options = options._replace(mask_mod=mask_mod, score_mod=score_mod)
         options = options._replace(aux_gradients=autograd.arrays_with_gradient(inputs, score_mod))
     if info is not None:
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
-        inputs, longest = attach(info, inputs)
-        options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
+        inputs, (max_len_q, max_len_k) = attach(info, inputs)
+        options = options._replace(max_len_q=max_len_q, max_len_k=max_len_k)
     if draw and not torch.compiler.is_compiling() and checks.enabled() and not transforms.is_one_op(q):
         value_checks.check(inputs, options, info)
     # explain passes draw=False, because a question must not advance the generator of the training run.
@@ -150,40 +117,26 @@ def run(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
     Args:
         given: the arguments of ``attention`` beside q, k and v, without those of caches, layouts and segments.
     """
-    if is_object(given["mask"], given["bias"]):
-        given = given | plan.read_mask_object(q, k, tuple([given[name] for name in Visible._fields]))._asdict()
+    given = plan.without_mask_object(q, k, given)
     with_maximum = check_flag("return_max_logit", given["return_max_logit"])
-    tensors = (q, k, v, *[given[name] for name in ("mask", "bias", "alibi_slopes", "sinks")])
-    functions, seq_info = (given["mask_mod"], given["score_mod"], given["aux"]), given["seq_info"]
-    masking: dict[str, Any] = {"key_ranges": given["key_ranges"], "functions": functions}
-    options = Options.of(given)
-    inputs, options = gather_arguments(tensors, seq_info, options, given["dropout_rng"], **masking)
+    inputs, options = gather_arguments(q, k, v, given)
     capture = max_logit.Capture() if with_maximum else None
-    results = empty_rows.finish_results(attend(inputs, options, given["backend"], capture), inputs, seq_info)
+    results = attend(inputs, options, given["backend"], capture)
+    results = empty_rows.finish_results(results, inputs, given["seq_info"])
     if capture is None:
         return results
     top = max_logit.by_a_pass(inputs, options) if capture.max_logit is None else capture.max_logit
     return *(results if options.return_lse else (results,)), top
 
 
-def explain(
-    tensors: tuple[Any, ...],
-    seq_info: Any,
-    options: Options,
-    generator: torch.Generator | None,
-    backend: Any,
-    key_ranges: Any,
-    functions: tuple[Any, Any, Any],
-    needs_backward: bool | None,
-    return_max_logit: bool,
-) -> Selection:
-    """Gathers the arguments of a call, and returns what would run it, as ``explain.explain`` does."""
-    with_maximum = check_flag("return_max_logit", return_max_logit)
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
-    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, **masking)
+def explain(q: Any, k: Any, v: Any, given: dict[str, Any], needs_backward: bool | None) -> Selection:
+    """Returns what would run a call, as ``explain.explain`` does; ``given`` is that of ``run``."""
+    given = plan.without_mask_object(q, k, given)
+    with_maximum = check_flag("return_max_logit", given["return_max_logit"])
+    inputs, options = gather_arguments(q, k, v, given, draw=False)
     trains, bias_gradient = autograd.gradients_needed(inputs)
     needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
-    requested = requested_names(backend) or override.requested()
+    requested = requested_names(given["backend"]) or override.requested()
     gradients = needs, bias_gradient and needs
     selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
     selection = with_max_logit(selection) if with_maximum else selection
@@ -203,7 +156,8 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
     """
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
-        plan.check(() if torch.compiler.is_compiling() else in_parts.metadata(inputs), options)
+        if not torch.compiler.is_compiling():
+            plan.check(in_parts.metadata(inputs), options)
         names = join_names(requested_names(backend), sdpa_flags.now())
         plain = OpOptions(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
@@ -213,13 +167,7 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
     call_plan = in_checks(call_plan if capture is None else capture.of(call_plan, inputs.q.device))
     run_plan.check_host_values(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
-        results = run_plan.run_shortcut(call_plan, inputs)
-        if results is None:
-            # All fields of Inputs, because the backward needs the mask, the offsets and dropout's words as well.
-            if needs_backward:
-                return autograd.AttentionFunction.apply(call_plan, *inputs)
-            results = run_plan.run_forward(call_plan, inputs)
-    return results if options.return_lse else results[0]
+        return autograd.run(call_plan, needs_backward, *inputs)
 
 
 def _resolve(

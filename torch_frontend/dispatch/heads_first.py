@@ -22,3 +22,8 @@ def all_exchanged(qkv: tuple[Any, ...]) -> tuple[Any, ...]:
 def exchanged(tensor: Any) -> Any:
     """Returns a view with the axes of the sequence and the heads exchanged; any other value as it is."""
     return tensor.transpose(-3, -2) if isinstance(tensor, torch.Tensor) and tensor.dim() > 2 else tensor
+
+
+def first_exchanged(results: Any) -> Any:
+    """Returns the output, or a tuple that begins with it, with the output ``exchanged``."""
+    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)

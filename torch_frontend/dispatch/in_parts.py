@@ -19,14 +19,11 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.context_parallel import one_device
 from attn_core.context_parallel.on_torch import one_device as parts
 from torch_frontend.dispatch import plan
-from torch_frontend.dispatch.plan import Plan
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.plan import Plan, on_device
 
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
 """The arguments of ``plan.plan``."""
-
-_AT = Inputs._fields.index("key_ranges")
 
 
 def on_host(key_ranges: Tensor | None) -> bool:
@@ -34,13 +31,13 @@ def on_host(key_ranges: Tensor | None) -> bool:
     return key_ranges is not None and key_ranges.is_cpu
 
 
-def metadata(inputs: Inputs) -> tuple[plan.Metadata | None, ...]:
+def metadata(inputs: Inputs) -> Inputs:
     """Returns ``plan.metadata`` with key ranges on the host as if they were on q's device."""
     entries = plan.metadata(inputs)
     if not on_host(inputs.key_ranges) or inputs.q.is_cpu:
         return entries
-    shape, dtype, _ = entries[_AT]  # type: ignore[misc]
-    return *entries[:_AT], (shape, dtype, inputs.q.device), *entries[_AT + 1 :]
+    shape, dtype, _ = entries.key_ranges
+    return entries._replace(key_ranges=(shape, dtype, inputs.q.device))
 
 
 def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> tuple[Plan, Inputs]:
@@ -96,9 +93,9 @@ def on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tens
 @lru_cache(maxsize=64)
 def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> Plan | None:
     """Returns a call's plan in parts; None if a backend runs the call as a whole."""
-    entries = arguments[0]
+    entries, *_ = arguments
     spec, target, names = plan.request(*arguments)
-    key_ranges = np.frombuffer(content, np.int32).reshape(entries[_AT][0])
+    key_ranges = np.frombuffer(content, np.int32).reshape(entries.key_ranges[0])
     check_values(key_ranges, spec.q_len)
     found = one_device.choose(spec, key_ranges, target, requested_names(names))
     if chosen is not None and found is None:
@@ -106,7 +103,7 @@ def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> 
         found = again if isinstance(again, one_device.Tiled) else None
     if found is None:
         return None
-    device = entries[0][2]
+    device = entries.q[2]
     planned = parts.build(spec, found, device, partial(on_device, device=device))
     functions = partial(_forward, planned), partial(_backward, planned)
     return Plan(spec, planned.backend, *functions, one_row=False, in_parts=True)

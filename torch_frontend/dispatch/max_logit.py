@@ -8,49 +8,32 @@ The op has the arguments of ``attn::forward`` and returns the largest logit of e
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attn_core import backends
-from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import row_maximum
-from torch_frontend.dispatch import plan, transforms, vmap
+from torch_frontend.dispatch import ops, plan, transforms
 from torch_frontend.dispatch.autocast import switched_off
-from torch_frontend.dispatch.op_arguments import SCHEMA, OpOptions, from_call, tensors_of, to_call
-from torch_frontend.dispatch.ops import complete
-from torch_frontend.dispatch.run_plan import check_host_values, four_dimensional
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.op_arguments import Op, OpOptions, tensors_of, to_call
+from torch_frontend.dispatch.plan import on_device
+from torch_frontend.dispatch.run_plan import as_backends_take, check_host_values
 
 Tensor = torch.Tensor
-
-
-class MaximumPlan(NamedTuple):
-    """A checked call with the function of its backend; None for an empty call."""
-
-    spec: AttentionSpec
-    function: Any
-    one_row: bool
+MAX_LOGIT = Op("max_logit", (), ("max_logit",))
 
 
 @lru_cache(maxsize=4096)
-def plan_of(metadata: tuple[plan.Metadata | None, ...], options: Options) -> MaximumPlan:
+def plan_of(metadata: Inputs, options: Options) -> plan.PlanBeside:
     """Checks a call and chooses the backend of its largest logits; the arguments are those of ``plan.plan``."""
     whole, target, _ = plan.request(metadata, options, False, False, None)
     choice = row_maximum.choose(whole, target)
-    assert metadata[0] is not None
-    one_row = whole.packed and len(metadata[0][0]) == 4
-    backend = row_maximum.noted(choice)
-    if whole.empty:
-        return MaximumPlan(choice.spec, None, one_row)
-    own = backends.load(backend, target.kind).row_maximum
-    assert own is not None, "the choice is among backends that have one"
-    function = in_range_if_on(own.function, backend, "row_maximum")
-    return MaximumPlan(choice.spec, on_device(function, metadata[0][2]), one_row)
+    return plan.plan_beside("row_maximum", row_maximum.noted(choice), choice.spec, target, metadata)
 
 
 class Capture:
@@ -83,7 +66,7 @@ def by_a_pass(inputs: Inputs, options: Options) -> Tensor:
     inputs, options = _without_values(inputs, options)
     if transforms.is_one_op(inputs.q):
         how = OpOptions(options, False, False, None)
-        return torch.ops.attn.max_logit(*to_call(inputs, how))  # type: ignore[no-any-return]
+        return MAX_LOGIT.run(*to_call(inputs, how))  # type: ignore[no-any-return]
     return _run(inputs, options)
 
 
@@ -97,21 +80,18 @@ def _without_values(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
 
 def _run(inputs: Inputs, options: Options) -> Tensor:
     """Returns the largest logits of a call whose offsets give every token a document."""
-    if inputs.key_ranges is not None:
-        inputs = inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
+    inputs = ops.with_ranges_on_device(inputs)
     call_plan = plan_of(plan.metadata(inputs), options)
     check_host_values(call_plan.spec, inputs)
     if call_plan.function is None:
         return _result_like(inputs).fill_(-torch.inf)
-    if call_plan.one_row:
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
     with switched_off(inputs.q.device):
-        rows = call_plan.function(call_plan.spec, four_dimensional(inputs))
+        rows = call_plan.function(call_plan.spec, as_backends_take(inputs, call_plan.one_row))
     return rows.amax(-1)  # type: ignore[no-any-return]
 
 
 def _op(*call: Any) -> Tensor:
-    inputs, how = complete(call)
+    inputs, how = ops.complete(call)
     return _run(inputs, how.options)
 
 
@@ -122,23 +102,7 @@ def _fake(*call: Any) -> Tensor:
 def _result_like(inputs: Inputs) -> Tensor:
     q, heads = inputs.q, inputs.q.shape[-2]
     shape = (heads,) if inputs.cu_seqlens_q is not None else (q.shape[0], heads)
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty(shape, dtype=plan.lse_dtype(q))
 
 
-def _mapped(info: Any, in_dims: tuple[Any, ...], *call: Any) -> tuple[Tensor, int]:
-    """The vmap rule of the op."""
-    inputs, how = from_call(call)
-
-    def run(*tensors: Any) -> tuple[Tensor]:
-        return (torch.ops.attn.max_logit(*to_call(Inputs(*tensors), how)),)
-
-    (result,), _ = vmap.max_logit(run, info.batch_size, inputs, tensors_of(in_dims), how)
-    return result, 0
-
-
-_library = torch.library.Library("attn", "FRAGMENT")
-_library.define(f"max_logit({SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("max_logit", _op, "CompositeExplicitAutograd")
-torch.library.register_fake("attn::max_logit", _fake, lib=_library)
-torch.library.register_autograd("attn::max_logit", refuse_second_derivative, lib=_library)
-torch.library.register_vmap("attn::max_logit", _mapped, lib=_library)
+ops.register(MAX_LOGIT, _op, _fake)

@@ -1,14 +1,18 @@
-"""The arguments of ``attn::forward`` and ``attn::backward``: the fields of Inputs, then options as plain values."""
+"""The arguments of the ops on a call: tensors of their own, the fields of Inputs, then options as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
+
 from attn_core.call.functions import KINDS
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.tree import Expression, from_text
+from attn_core.selection import override
+from torch_frontend.dispatch import sdpa_flags
 
 TENSORS = len(Inputs._fields)
 """The number of tensors, which come before the options."""
@@ -73,7 +77,33 @@ COUNT = len(_NAMES)
 OPTIONS_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in _kinds().items())
 _TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Inputs._fields)
 SCHEMA = f"{_TENSOR_SCHEMA}, {OPTIONS_SCHEMA}"
-"""The arguments of both ops as torch's schema spells them."""
+"""The arguments of a call as torch's schema spells them."""
+
+
+class Op(NamedTuple):
+    """An op of the namespace ``attn`` on a call. Its arguments are tensors of its own, then those of the call."""
+
+    name: str
+    own: tuple[str, ...]
+    """The names of its own tensors."""
+    results: tuple[str, ...]
+    """The names of its results, all tensors."""
+    sums_over_batch: bool = False
+    """Whether a result may be a sum over the batch: the gradient of a bias, of sinks or of an array."""
+
+    @property
+    def schema(self) -> str:
+        """The op as torch's schema spells it. Gradients and tangents may be absent."""
+        own = "".join([f"Tensor{'?' if name.startswith('d') else ''} {name}, " for name in self.own])
+        return f"{self.name}({own}{SCHEMA}) -> ({', '.join(['Tensor'] * len(self.results))})"
+
+    def call_of(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Returns those of the op's arguments that are the call's."""
+        return arguments[len(self.own) :]
+
+    def run(self, *arguments: Any) -> Any:
+        """Runs the op."""
+        return getattr(torch.ops.attn, self.name)(*arguments)
 
 
 def to_call(inputs: Inputs, rest: OpOptions) -> tuple[Any, ...]:
@@ -89,3 +119,31 @@ def tensors_of(call: Sequence[Any]) -> Inputs:
 def from_call(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
     """Returns what the arguments of ``attn::forward`` say."""
     return tensors_of(call), OpOptions.of(call[TENSORS:])
+
+
+# The backends that may run an op, as one string, because torch.jit accepts no list of names
+
+FROM_CONTEXT = "use_backend"
+"""As the first backend name: the names that ``use_backend`` requests when the op runs replace the rest."""
+
+_SWITCHES = "sdpa_kernel"
+"""A first line that begins so has torch's flags in the rest: those of the trace, because a block inside of it has no
+effect any more when the op runs."""
+
+
+def join_names(names: tuple[str, ...] | None, switches: sdpa_flags.Switches | None = None) -> str | None:
+    """Joins backend names, and torch's flags if one is off, into the string that an op accepts."""
+    flags = () if switches is None else (_SWITCHES + sdpa_flags.as_text(switches),)
+    return "\n".join((*flags, *(names or ()))) or None
+
+
+def requested_now(joined: str | None) -> tuple[tuple[str, ...] | None, sdpa_flags.Switches | None]:
+    """Returns the backends that are requested when an op runs, and torch's flags then and in the trace together."""
+    names, flags = tuple(joined.split("\n")) if joined else (), ""
+    if names and names[0].startswith(_SWITCHES):
+        flags, names = names[0].removeprefix(_SWITCHES), names[1:]
+    requested = names or override.requested()
+    # A drop-in's preference gives way to use_backend, as in an eager call.
+    if requested and requested[0] == FROM_CONTEXT:
+        requested = override.requested() or requested[1:]
+    return requested, sdpa_flags.both(flags, sdpa_flags.now())

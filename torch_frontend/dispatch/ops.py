@@ -7,8 +7,8 @@ Eager calls use the ops under transforms alone (transforms.py), so the ops' auto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,14 +20,27 @@ from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import in_parts, offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
-from torch_frontend.dispatch.backend_names import requested_now
-from torch_frontend.dispatch.checked_results import check_backward, check_forward
-from torch_frontend.dispatch.op_arguments import COUNT, SCHEMA, TENSORS, OpOptions, from_call, tensors_of, to_call
-from torch_frontend.dispatch.plan import Plan, metadata, plan
+from torch_frontend.dispatch.op_arguments import (
+    COUNT,
+    TENSORS,
+    Op,
+    OpOptions,
+    from_call,
+    requested_now,
+    tensors_of,
+    to_call,
+)
+from torch_frontend.dispatch.plan import Plan, lse_dtype, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.value_checks import check_backward, check_forward
 
 Tensor = torch.Tensor
+FORWARD = Op("forward", (), ("out", "lse", "chosen"))
+_SAVED = ("dout", "dlse", "out", "lse", "chosen")
+BACKWARD = Op("backward", _SAVED, Gradients._fields[: -len(DAUX)], sums_over_batch=True)
+BACKWARD_WITH_AUX = Op("backward_with_aux", _SAVED, Gradients._fields, sums_over_batch=True)
+"""Most calls have no gradient of an aux array, and spare the empty results."""
 
 
 def complete(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
@@ -43,6 +56,13 @@ def complete(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
     return inputs, how._replace(options=how.options._replace(max_len_q=longest[0], max_len_k=longest[1]))
 
 
+def with_ranges_on_device(inputs: Inputs) -> Inputs:
+    """Returns the inputs with key ranges on q's device."""
+    if inputs.key_ranges is None:
+        return inputs
+    return inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
+
+
 def _op_plan(inputs: Inputs, how: OpOptions, chosen: Tensor | None = None) -> tuple[Plan, Inputs]:
     """Plans a call, with ``chosen`` on the backend that the forward chose; returns the inputs that the plan takes."""
     requested, switches = requested_now(how.backend)
@@ -51,8 +71,7 @@ def _op_plan(inputs: Inputs, how: OpOptions, chosen: Tensor | None = None) -> tu
     name = names()[number % len(names())]
     # The backward runs on its forward's backend, even if use_backend or sdpa_kernel names another one by then.
     if 0 <= number < len(names()):
-        if inputs.key_ranges is not None:
-            inputs = inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
+        inputs = with_ranges_on_device(inputs)
         return in_ranges(plan(metadata(inputs), *rest, (name,), None)), inputs
     arguments = in_parts.metadata(inputs), *rest, requested, switches
     call_plan, inputs = in_parts.resolve(arguments, inputs, None if chosen is None else name)
@@ -77,14 +96,16 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out.contiguous(), lse.contiguous(), _chosen(call_plan)
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = tensors_of(arguments)
+def results_like(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Returns uninitialised tensors for out and lse, or for their tangents."""
     q, heads, tokens = inputs.q, inputs.q.shape[-2], inputs.q.shape[-3]
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
-    # Every backend returns the log-sum-exp in float32, except for float64 inputs.
-    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+    return out, q.new_empty(rows, dtype=lse_dtype(q))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *results_like(tensors_of(arguments)), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
@@ -96,28 +117,22 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)
     check_backward(call_plan, inputs, results)
     absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
-    expected = results[: _results_of(how)]
+    expected = results[: len(backward_of(how).results)]
     return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in expected)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call = arguments[5:]
-    inputs, how = from_call(call)
+    inputs, how = from_call(BACKWARD.call_of(arguments))
     # The order of Gradients: dq, dk, dv, dbias, dsinks, daux0 to daux3.
     arrays = [getattr(inputs, name) if number in how.options.aux_gradients else None for number, name in enumerate(AUX)]
     differentiated = (*inputs[:3], inputs.bias if how.bias_gradient else None, inputs.sinks, *arrays)
-    expected = differentiated[: _results_of(how)]
+    expected = differentiated[: len(backward_of(how).results)]
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in expected)
 
 
-def _results_of(how: OpOptions) -> int:
-    """Returns the number of results of ``backward_op``."""
-    return _BACKWARDS["backward_with_aux" if how.options.aux_gradients else "backward"]
-
-
-def backward_op(how: OpOptions) -> Any:
+def backward_of(how: OpOptions) -> Op:
     """Returns the op that computes a call's gradients."""
-    return torch.ops.attn.backward_with_aux if how.options.aux_gradients else torch.ops.attn.backward
+    return BACKWARD_WITH_AUX if how.options.aux_gradients else BACKWARD
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -128,14 +143,19 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 
 
 def differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any, *, backward: Any = None
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any, *, applied: Callable[[Op], Any] = lambda op: op.run
 ) -> tuple[Any, ...]:
-    """Computes the gradients of ``attn::forward``'s arguments with ``backward``, by default ``attn::backward``."""
+    """Computes the gradients of ``attn::forward``'s arguments.
+
+    Args:
+        applied: returns what runs ``attn::backward``.
+    """
     *tensors, out, lse, chosen = ctx.saved_tensors
     how: OpOptions = ctx.how
-    backward = backward or backward_op(how)
     inputs = Inputs(*tensors)
-    results = backward(dout, dlse if how.options.return_lse else None, out, lse, chosen, *to_call(inputs, how))
+    results = applied(backward_of(how))(
+        dout, dlse if how.options.return_lse else None, out, lse, chosen, *to_call(inputs, how)
+    )
     gradients = _without_absent(results, inputs, how)
     return *gradients_in_order(gradients, TENSORS), *(None,) * COUNT
 
@@ -148,33 +168,6 @@ def _without_absent(results: Sequence[Tensor], inputs: Inputs, how: OpOptions) -
     return Gradients(results[0], results[1], results[2], dbias, dsinks, **daux)
 
 
-def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap.MappedResults:
-    """Applies the vmap rule to ``run``: ``attn::forward``, or a function with its signature."""
-    inputs, how = from_call(call)
-    return vmap.forward(
-        lambda *tensors: run(*to_call(Inputs(*tensors), how)),
-        info.batch_size,
-        inputs,
-        tensors_of(in_dims),
-        how,
-    )
-
-
-def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.MappedResults:
-    """Applies the vmap rule to ``run``: ``attn::backward``, or a function with its signature."""
-    inputs, how = from_call(arguments[5:])
-    return vmap.backward(
-        lambda *tensors: run(*tensors[:5], *to_call(Inputs(*tensors[5:]), how)),
-        info.batch_size,
-        arguments[:5],
-        in_dims[:5],
-        inputs,
-        tensors_of(in_dims[5:]),
-        how,
-        summed=how.bias_gradient or inputs.sinks is not None or bool(how.options.aux_gradients),
-    )
-
-
 def mapped_gradients(
     call_plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
@@ -182,31 +175,55 @@ def mapped_gradients(
     spec = call_plan.spec
     options = Options(*(getattr(spec, name) for name in Options._fields))
     how = OpOptions(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
-    results = backward_op(how)(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, how))
+    results = backward_of(how).run(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, how))
     return _without_absent(results, inputs, how)
+
+
+@lru_cache(maxsize=8)
+def undifferentiated(op: Op) -> Callable[..., Any]:
+    """Returns an op with a rule for vmap; same arguments and results. Its own derivatives raise."""
+
+    class Undifferentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return op.run(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            refuse_second_derivative()
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.MappedResults:
+            return vmap.rule(op, Undifferentiated.apply, info, in_dims, *arguments)
+
+        @staticmethod
+        def jvp(ctx: Any, *_: Any) -> Any:
+            refuse_second_derivative()
+
+    return Undifferentiated.apply  # type: ignore[no-any-return]
 
 
 # torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
-_library.define(f"forward({SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen"
-_BACKWARDS = {"backward": 5, "backward_with_aux": 9}
-"""The ops that compute gradients, and how many results they have. Most calls have no gradient of an aux array,
-and spare the empty results."""
-for _name, _count in _BACKWARDS.items():
-    _results = ", ".join(["Tensor"] * _count)
-    _library.define(f"{_name}({_SAVED}, {SCHEMA}) -> ({_results})", tags=(torch.Tag.pt2_compliant_tag,))
-for _name, _body, _fake in (
-    ("forward", _forward_op, _forward_fake),
-    *((name, _backward_op, _backward_fake) for name in _BACKWARDS),
-):
-    _library.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"attn::{_name}", _fake, lib=_library)
-torch.library.register_autograd("attn::forward", differentiate, setup_context=save, lib=_library)
-for _name in _BACKWARDS:
-    torch.library.register_autograd(f"attn::{_name}", refuse_second_derivative, lib=_library)
-for _name, _rule in (("forward", mapped_forward), *((name, mapped_backward) for name in _BACKWARDS)):
-    torch.library.register_vmap(f"attn::{_name}", partial(_rule, getattr(torch.ops.attn, _name)), lib=_library)
+
+
+def register(op: Op, body: Any, fake: Any, differentiate: Any = refuse_second_derivative, save: Any = None) -> None:
+    """Registers an op with its rules for compilers, autograd and vmap."""
+    name = f"attn::{op.name}"
+    _library.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(op.name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_autograd(name, differentiate, setup_context=save, lib=_library)
+    torch.library.register_vmap(name, partial(vmap.rule, op, op.run), lib=_library)
+
+
+register(FORWARD, _forward_op, _forward_fake, differentiate, save)
+for _op in (BACKWARD, BACKWARD_WITH_AUX):
+    register(_op, _backward_op, _backward_fake)
 
 
 def traced(inputs: Inputs, how: OpOptions) -> tuple[Tensor, Tensor]:

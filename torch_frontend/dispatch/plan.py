@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.functions import AUX
 from attn_core.call.hints import remedy_of
-from attn_core.call.mask_objects import Visible, as_options
+from attn_core.call.mask_objects import Visible, as_options, is_object
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Selection, Target, explain, new_plans, select
 from torch_frontend.dispatch import cudnn_plans, sdpa_flags, tensor_kinds
-from torch_frontend.dispatch.wrappers import on_device, with_four_axes
 
 Tensor = torch.Tensor
 
@@ -49,7 +49,7 @@ Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 @lru_cache(maxsize=4096)
 def plan(
-    metadata: tuple[Metadata | None, ...],
+    metadata: Inputs,
     options: Options,
     needs_backward: bool,
     bias_gradient: bool,
@@ -59,7 +59,7 @@ def plan(
     """Checks a call and chooses its backend; results are cached.
 
     Args:
-        metadata: (shape, dtype, device) for each field of ``arguments.Arrays``, None for an absent tensor.
+        metadata: ``Metadata`` in the place of each tensor, None for an absent one.
         requested: the backends that the call's ``backend=`` or ``use_backend`` names.
         switches: torch's flags during the call, ``sdpa_flags.now()``.
     """
@@ -69,9 +69,8 @@ def plan(
     if selection.requested is None and switches is None:
         cudnn_plans.chosen(selection.spec, selection.backend or "")
     spec = selection.spec
-    one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
-    device = metadata[0][2] if metadata[0] else torch.device("cpu")
-    return plan_on(selection.backend or "", spec, selection.target, device, metadata[3], metadata[4], one_row)
+    device, one_row = metadata.q[2], _has_one_row(spec, metadata)
+    return plan_on(selection.backend or "", spec, selection.target, device, metadata.mask, metadata.bias, one_row)
 
 
 def plan_on(
@@ -87,9 +86,79 @@ def plan_on(
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
     record = backends.load(name, target.kind)
-    shortcut = with_four_axes(record.shortcut_of(spec), mask, bias)
+    shortcut = _with_four_axes(record.shortcut_of(spec), mask, bias)
     forward, backward = (on_device(function, device) for function in (record.forward, record.backward))
     return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), bool(record.writes_into))
+
+
+class PlanBeside(NamedTuple):
+    """A checked call with a function that computes something beside its results: their tangents, or row maxima."""
+
+    spec: AttentionSpec
+    function: Any
+    """The backend's; None for an empty call."""
+    one_row: bool
+    """See ``Plan``."""
+
+
+def plan_beside(
+    direction: Literal["jvp", "row_maximum"],
+    name: str,
+    spec: AttentionSpec,
+    target: Target,
+    metadata: Inputs,
+) -> PlanBeside:
+    """Returns the plan of what the chosen backend computes beside a call; ``metadata`` is that of ``plan``."""
+    one_row = _has_one_row(spec, metadata)
+    if spec.empty:
+        return PlanBeside(spec, None, one_row)
+    record = backends.load(name, target.kind)
+    own: Any = record.forward_mode if direction == "jvp" else record.row_maximum  # those chosen have one
+    function = own.jvp if direction == "jvp" else own.function
+    return PlanBeside(spec, in_range_if_on(on_device(function, metadata.q[2]), name, direction), one_row)
+
+
+def _has_one_row(spec: AttentionSpec, metadata: Inputs) -> bool:
+    return spec.packed and len(metadata.q[0]) == 4
+
+
+def _with_four_axes(shortcut: Any, mask: Any, bias: Any) -> Any:
+    """Wraps a shortcut so that the mask and the bias may have fewer than four axes; the function itself if they do not.
+
+    The missing axes of size 1 are in front.
+
+    Args:
+        mask, bias: their metadata, or None.
+    """
+    at_mask, at_bias = ((None,) * (0 if table is None else 4 - len(table[0])) for table in (mask, bias))
+    if shortcut is None or not (at_mask or at_bias):
+        return shortcut
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Any:
+        if mask is not None and at_mask:
+            mask = mask[at_mask]
+        if bias is not None and at_bias:
+            bias = bias[at_bias]
+        return shortcut(q, k, v, mask, bias)
+
+    return run
+
+
+def on_device(function: Any, device: torch.device) -> Any:
+    """Wraps a function to run with its tensors' GPU as the current one, because Triton launches on the current GPU.
+
+    With one GPU or none it returns the function itself.
+    """
+    if function is None or device.type != "cuda" or torch.cuda.device_count() < 2:
+        return function
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if torch.cuda.current_device() == device.index:  # as usual; the context would take microseconds
+            return function(*arguments, **keywords)
+        with torch.cuda.device(device):
+            return function(*arguments, **keywords)
+
+    return run
 
 
 def explanation(*arguments: Any) -> Selection:
@@ -98,7 +167,7 @@ def explanation(*arguments: Any) -> Selection:
 
 
 def request(
-    metadata: tuple[Metadata | None, ...],
+    metadata: Inputs,
     options: Options,
     needs_backward: bool,
     bias_gradient: bool,
@@ -106,17 +175,15 @@ def request(
     switches: sdpa_flags.Switches | None = None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
     """Returns the arguments of ``select``: the spec, the target and the requested backends."""
-    arrays = Arrays(*(entry and facts(*entry) for entry in metadata))  # type: ignore[arg-type]
-    spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
-    device = metadata[0][2] if metadata[0] else torch.device("cpu")
-    target = sdpa_flags.limited(Target.here("torch", device_name(device)), switches)
+    spec = build_spec(arrays_of(metadata), options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    target = sdpa_flags.limited(Target.here("torch", device_name(metadata.q[2])), switches)
     names = requested_names(requested) or sdpa_flags.preferred(switches)
     if names is None and switches is None:  # torch's flags may leave cuDNN alone
         target = cudnn_plans.limited(target, spec)
     return spec, target, names
 
 
-def check(entries: tuple[Metadata | None, ...], options: Options) -> None:
+def check(entries: Inputs, options: Options) -> None:
     """Checks a call that becomes one op, if its sizes are ints; the op checks the rest when it runs.
 
     Only the op checks the longest documents, because it completes the offsets first.
@@ -124,18 +191,21 @@ def check(entries: tuple[Metadata | None, ...], options: Options) -> None:
     Args:
         entries: ``metadata`` of the call's tensors.
     """
-    if torch.compiler.is_compiling():
-        return
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
-        arrays = Arrays(*(entry and facts(*entry) for entry in entries))  # type: ignore[arg-type]
+        arrays = arrays_of(entries)
         if arrays.cu_seqlens_q is not None and len(arrays.q.shape) > 2 and len(arrays.k.shape) > 2:
             options = options._replace(max_len_q=arrays.q.shape[-3], max_len_k=arrays.k.shape[-3])
         build_spec(arrays, options)
 
 
-def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
-    """Returns (shape, dtype, device) of every tensor that ``arguments.Arrays`` names."""
-    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs[: len(Arrays._fields)])
+def metadata(inputs: Inputs) -> Inputs:
+    """Returns ``Metadata`` in the place of every tensor, None for an absent one."""
+    return Inputs._make([None if t is None else (t.shape, t.dtype, t.device) for t in inputs])
+
+
+def arrays_of(entries: Iterable[Metadata | None]) -> Arrays:
+    """Returns the facts of a call's tensors but dropout's words from their ``metadata``, or that of the first ones."""
+    return Arrays(*(entry and facts(*entry) for _, entry in zip(Arrays._fields, entries)))  # type: ignore[arg-type]
 
 
 def facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
@@ -165,10 +235,19 @@ def device_name(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """Returns the dtype of a call's log-sum-exp: float32, or float64 for float64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def filled_results(spec: AttentionSpec, q: Tensor, out: float, lse: float) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of a call, each filled with one number."""
+    return q.new_full(spec.out_shape, out), q.new_full(spec.lse_shape, lse, dtype=lse_dtype(q))
+
+
 def empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call without queries or without keys: zeros and -inf, without a kernel."""
-    lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-    return inputs.q.new_zeros(spec.out_shape), inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=lse_dtype)
+    return filled_results(spec, inputs.q, 0.0, -torch.inf)
 
 
 def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
@@ -192,16 +271,15 @@ def check_tensor(name: str, value: Any) -> None:
     raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}; {remedy}")
 
 
-def read_mask_object(q: Any, k: Any, visible: tuple[Any, ...]) -> Visible:
-    """Returns the options that say what is visible, with those that a mask object means in its place.
-
-    Args:
-        visible: causal, alignment, window, mask, bias, seq_info; the mask or the bias ``is_object``.
-    """
+def without_mask_object(q: Any, k: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, with the options that a mask object means in the object's place."""
+    if not is_object(given["mask"], given["bias"]):
+        return given
     check_tensor("q", q)
     check_tensor("k", k)
     q_len, kv_len = (tensor.shape[-3] if tensor.dim() > 2 else None for tensor in (q, k))
-    return as_options(Visible(*visible), q_len, kv_len, q.device)
+    visible = Visible(*[given[name] for name in Visible._fields])
+    return given | as_options(visible, q_len, kv_len, q.device)._asdict()
 
 
 def check_gradient_free(name: str, value: Tensor | None) -> None:

@@ -34,23 +34,10 @@ def check_host_values(spec: AttentionSpec, inputs: Inputs) -> None:
     check_key_ranges(spec, inputs.key_ranges)
 
 
-def run_shortcut(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """Returns (out, lse) of the backend's shortcut; None if it has none, or none for these values."""
-    if call_plan.shortcut is None:
-        return None
-    try:
-        return call_plan.shortcut(*inputs[: 3 if inputs.mask is None and inputs.bias is None else 5])
-    except Exception as error:
-        note_plan(error, call_plan, "forward")
-        raise
-
-
 def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Runs a plan's forward and returns (out, lse); out has q's rank."""
-    if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
     try:
-        out, lse = call_plan.forward(call_plan.spec, four_dimensional(inputs))
+        out, lse = call_plan.forward(call_plan.spec, as_backends_take(inputs, call_plan.one_row))
     except Exception as error:
         note_plan(error, call_plan, "forward")
         raise
@@ -73,12 +60,12 @@ def run_backward(
     if dout is None:
         dout = torch.zeros_like(out)
     if call_plan.one_row:
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
         out, dout = out[0], dout[0]
         into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
     buffers = {"into": into} if into is not None and call_plan.writes_into else {}
+    operands = as_backends_take(inputs, call_plan.one_row)
     try:
-        gradients = call_plan.backward(call_plan.spec, four_dimensional(inputs), out, lse, dout, dlse, **buffers)
+        gradients = call_plan.backward(call_plan.spec, operands, out, lse, dout, dlse, **buffers)
     except Exception as error:
         note_plan(error, call_plan, "backward")
         raise
@@ -101,13 +88,24 @@ def note_plan(error: Exception, call_plan: Plan, direction: str) -> None:
     note_call(error, range_name(call_plan.backend, call_plan.spec, direction))
 
 
-def four_dimensional(inputs: Inputs) -> Inputs:
-    """Adds leading axes of size 1 to the mask and the bias, because backends expect four axes."""
+def as_backends_take(inputs: Inputs, one_row: bool) -> Inputs:
+    """Returns the inputs as backends take them: packed rows without the row axis, mask and bias with four axes.
+
+    Args:
+        one_row: whether the packed tensors are ``[1, tokens, ...]``.
+    """
+    if one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
+        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
     if inputs.mask is not None and inputs.mask.dim() < 4:
-        inputs = inputs._replace(mask=inputs.mask[(None,) * (4 - inputs.mask.dim())])
+        inputs = inputs._replace(mask=with_four_axes(inputs.mask))
     if inputs.bias is not None and inputs.bias.dim() < 4:
-        inputs = inputs._replace(bias=inputs.bias[(None,) * (4 - inputs.bias.dim())])
+        inputs = inputs._replace(bias=with_four_axes(inputs.bias))
     return inputs
+
+
+def with_four_axes(table: Tensor) -> Tensor:
+    """Returns a mask or a bias with leading axes of size 1 until it has four axes."""
+    return table[(None,) * (4 - table.dim())] if table.dim() < 4 else table
 
 
 def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import autograd, forward_mode, ops
 from torch_frontend.dispatch import vmap as vmap_rules
@@ -72,38 +71,13 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        # Not the op itself, because an outer transform needs the rules of _Backward.
-        return ops.differentiate(ctx, *gradients, backward=_Backward.apply)
+        # Not the op itself, because an outer transform needs the rules of an autograd function.
+        return ops.differentiate(ctx, *gradients, applied=ops.undifferentiated)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap_rules.MappedResults:
-        return ops.mapped_forward(_Forward.apply, info, in_dims, *call)
+        return vmap_rules.rule(ops.FORWARD, _Forward.apply, info, in_dims, *call)
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Any:
-        inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
-        return *forward_mode.run(inputs, ctx.how, moved), None
-
-
-class _Backward(torch.autograd.Function):
-    """``attn::backward`` with a rule for vmap; same arguments and results. Its own derivatives raise."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return ops.backward_op(from_call(arguments[5:])[1])(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        refuse_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap_rules.MappedResults:
-        return ops.mapped_backward(_Backward.apply, info, in_dims, *arguments)
-
-    @staticmethod
-    def jvp(ctx: Any, *moved: Any) -> Any:
-        refuse_second_derivative()
+        return *forward_mode.run(tensors_of(ctx.saved_tensors), ctx.how, moved), None

@@ -30,7 +30,7 @@ from attn_core.expressions import ExpressionError, trace_mask
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
-from torch_frontend.dispatch.block_masks import function_of, is_block_mask
+from torch_frontend.dispatch.functions import function_of, is_block_mask
 from torch_frontend.dispatch.plan import check_tensor
 
 Tensor = torch.Tensor

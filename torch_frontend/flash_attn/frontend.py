@@ -29,8 +29,8 @@ from attn_core.paged import rotary as core_rotary
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
+from torch_frontend.dispatch.plan import on_device
 from torch_frontend.dispatch.prepared import Prepared, Request, find
-from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.append import append_kv, gpu_writer
 from torch_frontend.paged.attention import paged_attention

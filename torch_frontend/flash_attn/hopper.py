@@ -18,7 +18,7 @@ from attn_core.dropins.flash_attn.hopper import FlashAttention3
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.selection import NoBackendError
 from torch_frontend.dispatch import plan, tensor_kinds
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.plan import on_device
 from torch_frontend.flash_attn.frontend import TORCH
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ def _attend_scaled(
     if torch.is_grad_enabled() and any([each.requires_grad for each in tensors]):
         raise SpecError("q: float8_e4m3fn has no gradient; call the function inside torch.no_grad()")
     inputs = Inputs(*tensors)
-    entries = tuple([entry and (entry[0], torch.bfloat16, entry[2]) for entry in plan.metadata(inputs)])
+    entries = Inputs(*[entry and (entry[0], torch.bfloat16, entry[2]) for entry in plan.metadata(inputs)])
     arguments = entries, check_options(Options(**options)), False, False, (BACKEND,)
     try:
         planned = plan.plan(*arguments)  # cached, so that a repeated call selects nothing again

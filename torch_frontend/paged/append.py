@@ -26,9 +26,8 @@ from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.offsets import clamp
-from torch_frontend.dispatch.plan import Metadata
+from torch_frontend.dispatch.plan import Metadata, on_device
 from torch_frontend.dispatch.prepared import Prepared, Request, find
-from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.plan import check_no_gradient
 from torch_frontend.paged.rotary import rotate
 from torch_frontend.paged.tables import index_of, op_tables, tables_of

@@ -15,7 +15,8 @@ from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
 from attn_core.call.options import PAGED, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.selection import Selection, explain, override
-from torch_frontend.dispatch.backend_names import join_names
+from torch_frontend.dispatch.op_arguments import join_names
+from torch_frontend.dispatch.plan import lse_dtype
 from torch_frontend.dispatch.prepared import find
 from torch_frontend.dispatch.tensor_kinds import is_watched
 from torch_frontend.paged import paged_calls
@@ -222,9 +223,8 @@ def _forward_op(
 
 
 def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     channels = v_pages.shape[3] * (2 if v_pages.dtype == torch.uint8 else 1)  # two int4 numbers a byte
-    return q.new_empty((*q.shape[:2], channels)), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    return q.new_empty((*q.shape[:2], channels)), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
 
 
 _library.impl("paged_forward", _forward_op, "CompositeExplicitAutograd")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attn_core.call import cache_rows, checks
-from attn_core.call.arguments import Arrays, build_spec, check_one_place
+from attn_core.call.arguments import build_spec, check_one_place
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.kinds import check_int32
@@ -25,7 +25,7 @@ from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import Form, form_of
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
 from torch_frontend.dispatch.eager_calls import OPTIONS
-from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
+from torch_frontend.dispatch.heads_first import all_exchanged, first_exchanged
 from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
@@ -56,9 +56,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         tensors, keywords = _FORMS[form](q, k, v, rows, options)
         results = (paged_attention if form == "pages" else attention)(*tensors, **keywords)
         results = results if form == "ranges" else _in_rows_of(results, q, options)
-        if not heads_first:
-            return results
-        return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+        return first_exchanged(results) if heads_first else results
 
 
 def explain(
@@ -138,8 +136,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Opt
 @lru_cache(maxsize=1024)
 def check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_index: bool) -> None:
     """Checks (shape, dtype, device) of q, k, v, mask, bias, slopes and sinks; see ``_check_tensors``."""
-    facts = [None if entry is None else plan.facts(*entry) for entry in entries]
-    arrays = Arrays(*facts)  # type: ignore[arg-type]
+    arrays = plan.arrays_of(entries)
     batch = arrays.q.shape[:1]
     if by_index:
         arrays = arrays._replace(**{n: f._replace(shape=batch + f.shape[1:]) for n, f in zip("kv", arrays[1:3])})
@@ -167,7 +164,7 @@ def _form(
     # Packing would copy a cache whose rows do not lie end to end.
     if not is_traced and all([each.stride(0) == each.shape[1] * each.stride(1) for each in cast[1:]]):
         tensors = (*cast, None, None, options["alibi_slopes"], options["sinks"])
-        arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
+        arrays = plan.arrays_of([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     names = requested_names(options["backend"]) or (None if _is_compiling() else override.requested())
     sizes, where = (*q.shape[:2], k.shape[1], k.shape[0]), ("torch", plan.device_name(q.device))
     form = form_of(rows, sizes, options, arrays, where, names)
@@ -261,11 +258,11 @@ def prepare(request: Request) -> Prepared | None:
     given = named | cache_rows.ABSENT | {"alibi_slopes": slopes}
     cache_rows.check_arguments(rows, {"q": q[0], "k": k[0], "v": v[0]}, given)
     call, names = check_options(Options(**named)), requested_names(request.requested)
-    check_metadata((q, k, v, None, None, slopes, sinks), call, rows.cache_index is not None)
-    facts = [entry and plan.facts(*entry) for entry in (q, k, v, None, None, slopes, sinks)]
+    tensors = q, k, v, None, None, slopes, sinks
+    check_metadata(tensors, call, rows.cache_index is not None)
     options, where = given | {"window": call.window}, ("torch", plan.device_name(q[2]))
     sizes = (*q[0][:2], k[0][1], k[0][0])
-    if form_of(rows, sizes, options, Arrays(*facts), where, names) != "pages":  # type: ignore[arg-type]
+    if form_of(rows, sizes, options, plan.arrays_of(tensors), where, names) != "pages":
         return None
     on_host = q[2].type == "cpu"
     paged = None if rows.kv_starts is not None or slopes is not None else _paged(request, call, names)

@@ -8,9 +8,8 @@ import torch
 
 from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.call.partial_results import merged, parts_of
-from torch_frontend.dispatch.plan import check_tensor, facts
+from torch_frontend.dispatch.plan import check_tensor, facts, on_device
 from torch_frontend.dispatch.transforms import is_one_op
-from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
 

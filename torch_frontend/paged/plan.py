@@ -24,7 +24,7 @@ from attn_core.paged import tables as paged_tables
 from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.plan import on_device
 from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import check_flag
 from attn_core.paged import rotary
 from torch_frontend.dispatch import plan, tensor_kinds
-from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.dispatch.plan import on_device
 from torch_frontend.paged.tables import index_of
 
 Tensor = torch.Tensor

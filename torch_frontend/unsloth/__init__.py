@@ -33,7 +33,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import override
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
-from torch_frontend.dispatch.backend_names import FROM_CONTEXT
+from torch_frontend.dispatch.op_arguments import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
