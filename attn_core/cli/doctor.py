@@ -56,10 +56,10 @@ def doctor(
 
 @dataclass(frozen=True)
 class State:
-    """One module of a backend in this installation. Some backends have one module for CPUs and one for GPUs."""
+    """One record of a backend in this installation. Some backends have one record for CPUs and one for GPUs."""
 
     name: str
-    kind: str  # of the devices that the module is for
+    kind: str  # of the devices that the record is for
     unproven: bool  # whether this project never ran it on a device that it claims
     version: str | None  # what it runs on; None if it is not available
     reason: str | None  # why it is not available; else None
@@ -77,7 +77,7 @@ class Findings:
     processor: str | None
     tables: dict[str, str]  # which table decides, by framework and device
     bridge: str | None  # why JAX cannot reach torch's kernels, or None
-    backends: dict[str, State]  # every module of every backend, by its label
+    backends: dict[str, State]  # every record of every backend, by its label
     checks: list[Row]
     faults: tuple[known_bad.Row, ...]  # those of installed kernels, as ``faults_of`` returns them
     problems: tuple[Problem, ...]
@@ -188,7 +188,7 @@ def examine(progress: Console) -> Findings:
 
 
 def _files() -> list[tuple[str, str, str]]:
-    """Returns (label, name, kind of device) for every module of every backend."""
+    """Returns (label, name, kind of device) for every record of every backend."""
     files = [(name, kind or "cpu") for name in backends.names() for kind in backends.records(name)]
     return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in files]
 
@@ -379,7 +379,7 @@ def _group(state: State, findings: Findings) -> str:
 
 
 def _reasons(findings: Findings) -> Iterator[str]:
-    """Yields every module that does not run here with its reason, and the refusals of the check."""
+    """Yields every record that does not run here with its reason, and the refusals of the check."""
     for label, state in findings.backends.items():
         rows = [row for row in findings.checks if row.backend == state.name and row.reasons and not row.failed]
         refused = [f"{SPOKEN[row.framework]}: {'; '.join(row.reasons)}" for row in rows]

@@ -39,13 +39,18 @@ def form_of(
     framework, device = where
     if not takes_pages(sizes, options):
         return "ranges"
-    kind = backends.kind_of(device)
-    if names is not None and not any([backends.load(name, kind).forward_claims.paged for name in names]):
+    if names is not None and not read_pages(names, device):
         return "ranges"
     if arrays is None:
         return "pages"
     call, target = check_options(Options.of(options)), Target.here(framework, device)
     return "documents" if runs_packed(rows, arrays, call, target, names) else "pages"
+
+
+def read_pages(names: tuple[str, ...], device: str) -> bool:
+    """Returns whether one of these backends reads pages on a device. Whoever runs the call refuses unknown names."""
+    known = [backends.load(name, backends.kind_of(device)) for name in names if name in backends.names()]
+    return any([backend.forward_claims.paged for backend in known])
 
 
 def runs_packed(

@@ -29,7 +29,7 @@ class BridgedCall(NamedTuple):
     with_lse: bool = True
     """Whether a forward has the log-sum-exp as its second result; a jvp always has its tangent."""
     with_maximum: bool = False
-    """Whether a forward has the row maxima as its last result, which ``contract.forward_with_maximum`` computes."""
+    """Whether a forward has the row maxima as its last result, which ``Backend.forward_with_maximum`` computes."""
     overlaps_exchange: bool = False
     """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
     tables_checked: bool = False

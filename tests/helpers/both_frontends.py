@@ -58,7 +58,7 @@ def claims_device(name: str, device: str) -> bool:
 
 
 def module_on(name: str, device: str) -> Any:
-    """A backend's module for a kind of device."""
+    """A backend's record for a kind of device."""
     return backends.load(name, device)
 
 

@@ -24,6 +24,7 @@ from both_frontends import DEVICES, FRAMEWORKS
 from frameworks import BOTH, EVERYWHERE, Framework
 from frameworks import jax_on as jax_on_device
 from oracle_cases import rounded
+from own_process import in_its_own_process
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jax_frontend
@@ -368,6 +369,40 @@ def test_torch_compiles_each_signature(learned: bool, fields: dict[str, Any]) ->
     torch._dynamo.reset()
     call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], **fields)
     assert is_right(call, run("torch", call, learned=learned, compiled=True))
+
+
+COMPILED_BY_NAME = """
+import torch
+import torch_frontend
+
+def attend(q, k, v, lengths, backend):
+    return torch_frontend.attention(q, k, v, kv_lengths=lengths, backend=backend)
+
+program = torch.compile(attend, fullgraph=True, backend="aot_eager")
+q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+lengths = torch.tensor([3, 9], dtype=torch.int32)
+for backend in ("math", ("flex", "sdpa_flash")):
+    assert torch.equal(program(q, k, v, lengths, backend), attend(q, k, v, lengths, backend))
+"""
+
+
+def test_torch_compiles_a_call_with_named_backends_first_of_all() -> None:
+    """In a process that has loaded no backend yet, where Dynamo would trace how one is loaded."""
+    process = in_its_own_process(COMPILED_BY_NAME)
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
+@pytest.mark.parametrize("backend", ["nope", ("math", "nope")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unknown_backend_is_refused_by_name(compiled: bool, backend: Any) -> None:
+    def attend(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return torch_frontend.attention(q, k, v, kv_lengths=lengths, backend=backend)
+
+    call = rows_call([7, 19, 11])
+    q, k, v = (torch.tensor(array, dtype=torch.float32) for array in (call.q, call.k, call.v))
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    with pytest.raises(SpecError, match="backend='nope': unknown backend"):
+        attend(q, k, v, torch.tensor([7, 19, 11], dtype=torch.int32))
 
 
 def test_jax_traces_once_for_all_lengths() -> None:

@@ -25,7 +25,7 @@ HARMLESS = {"json.loads", "json.load", "backends.load", "tl.load"}
 EXCEPTIONS = {
     ("jax_frontend/bridge/targets.py", "pickle"): "keeps calls as bytes in a dict of this process, never in a file",
     ("jax_frontend/bridge/targets.py", "pickle.loads"): "reads these bytes, found by their own hash in that dict",
-    ("attn_core/backends/__init__.py", "load"): "our own module of a backend, by a name of a fixed list",
+    ("attn_core/backends/__init__.py", "load"): "our own record of a backend, by a name of a fixed list",
     ("attn_core/backends/flash4/functions.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/functions.py", "cell.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/sinks_kernel.py", "?.load"): "a load in a GPU kernel",

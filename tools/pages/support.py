@@ -82,7 +82,7 @@ def render() -> str:
 
 
 def built() -> dict[str, Backend]:
-    """Returns every module of every backend by its name in the tables."""
+    """Returns every record of every backend by its name in the tables."""
     return {
         f"`{name}`" + (f" ({kind})" if kind else ""): backend
         for name in backends.names()

@@ -22,7 +22,7 @@ from attn_core.call.options import Options, check_layout, check_options, check_t
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
-from attn_core.selection.dense_caches import Form, form_of
+from attn_core.selection.dense_caches import Form, form_of, read_pages
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
 from torch_frontend.dispatch.eager_calls import OPTIONS
 from torch_frontend.dispatch.heads_first import all_exchanged, first_exchanged
@@ -35,8 +35,10 @@ Keywords = dict[str, Any]
 Call = tuple[tuple[Tensor, ...], Keywords]
 """The tensors and the keywords of a call."""
 _is_compiling = torch.compiler.is_compiling
-# Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
+# Dynamo would trace how an expression is built, and how a backend is loaded. Both depend on constants alone, so Dynamo
+# takes the result.
 vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
+vars(read_pages).update(_dynamo_marked_constant=True)
 
 
 def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
