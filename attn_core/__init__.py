@@ -3,6 +3,7 @@
 Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``jax_frontend``.
 """
 
+from attn_core.backends import Backend, register_backend
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
 from attn_core.call.observe import Counters, counters, log, ranges
@@ -20,6 +21,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AttentionSpec",
+    "Backend",
     "BridgeError",
     "CheckWarning",
     "Counters",
@@ -45,5 +47,6 @@ __all__ = [
     "log",
     "pages_that_fit",
     "ranges",
+    "register_backend",
     "select",
 ]

@@ -151,7 +151,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
-    """One kernel. Its file makes the record once, as ``BACKEND``; ``load`` returns it.
+    """One kernel. A file of attn_core/backends makes the record once, as ``BACKEND``; a plug-in registers it.
 
     Attributes:
         name: of the backend, which callers pass.
@@ -184,6 +184,8 @@ class Backend:
         modelled: returns whether a measured cost model of the backend is about the kernel that a call runs. For a
             backend that chooses between kernels, of which one has the model.
         variants: other kernels of the same package, each a backend of its own.
+        on: the records of the same backend for kinds of devices with kernels of their own, ``{"cuda": record}``; this
+            one is for the CPU and all other kinds. Of a plug-in: a folder of attn_core/backends has files for kinds.
         preference: its rank in automatic choice by kind of device, the lowest first; ANY is for every kind on which no
             backend has a rank. A backend without a rank runs only when requested.
         paged_preference: the same for keys and values in pages, on kinds of devices where the order is another one.
@@ -220,6 +222,7 @@ class Backend:
     writes_into: tuple[str, ...] = ()
     modelled: Callable[[AttentionSpec], bool] = _always
     variants: tuple[Backend, ...] = ()
+    on: Mapping[str, Backend] = field(default_factory=dict)
     preference: Ranks = field(default_factory=dict)
     paged_preference: Ranks = field(default_factory=dict)
     keeps_order_on: tuple[str, ...] = ()

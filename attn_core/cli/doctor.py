@@ -72,7 +72,7 @@ class Findings:
 
     versions: dict[str, str | None]  # of the packages, by name; None if not installed
     devices: dict[str, list[str]]  # of each framework: ``"cpu"`` first, then GPUs
-    errors: dict[str, str]  # why a framework that is installed does not work
+    errors: dict[str, str]  # why a framework or a plug-in that is installed does not work
     machine: Machine
     processor: str | None
     tables: dict[str, str]  # which table decides, by framework and device
@@ -99,7 +99,7 @@ class Findings:
 
     @property
     def broken(self) -> dict[str, str]:
-        """Installed packages of which no backend works here, with the reason; and frameworks that fail."""
+        """Installed packages of which no backend works here, with the reason; and frameworks and plug-ins that fail."""
         groups: dict[str, list[str | None]] = {}
         for state in self.backends.values():
             for name in requirements(state.name, state.kind) if state.here else ():
@@ -149,7 +149,7 @@ class Findings:
 def examine(progress: Console) -> Findings:
     """Returns the findings on this installation. Imports the frameworks, and runs every available backend."""
     devices: dict[str, list[str]] = {}
-    errors: dict[str, str] = {}
+    errors = {f"plug-in {name}": why for name, why in backends.broken_plug_ins().items()}
     with progress.status("looking for frameworks"):
         for framework in installed():
             try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.kinds import check_kind
 from attn_core.call.masks import band
 from attn_core.call.options import check_number
@@ -73,7 +73,7 @@ class ContextCall:
         return self.spec.num_heads // shared, self.spec.num_kv_heads * self.repeats // shared
 
 
-@lru_cache(maxsize=128)
+@from_records(maxsize=128)
 def build_call(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,

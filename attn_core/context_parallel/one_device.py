@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.functions import reads
 from attn_core.call.key_ranges import visible_blocks
 from attn_core.call.masks import visible
@@ -153,7 +153,7 @@ def find(
     return _chosen(spec, _content(key_ranges), key_ranges.shape[3], target, requested)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _chosen(
     spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | None:
@@ -193,7 +193,7 @@ def tiled(
     return why or _tiled(spec, _content(key_ranges), key_ranges.shape[3], target, requested)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _tiled(
     spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.kinds import is_host_int
 from attn_core.call.options import Options
@@ -210,7 +211,7 @@ def _build_spec(
     return build_spec(arrays, options)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def explain_request(request: Request, target: Target) -> Explanation:
     """Chooses the strategy of a call and plans it; cached.
 
@@ -239,7 +240,7 @@ def _cut(request: Request, choice: Choice) -> Request:
     return request._replace(shards=(*shards, request.shards[3]), layout=choice.layout)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def plan_request(request: Request, target: Target) -> ContextCall:
     """Plans a call whose strategy is known; cached. Raises the same errors as ``explain_request``."""
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)

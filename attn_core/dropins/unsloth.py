@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends, masks
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window
@@ -104,7 +105,7 @@ def preference(
     return None if invariant is not None else _preference(config.backend, framework, backends.kind_of(device))
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*FAMILIES[word], *backends.usual_order(framework, kind))))
 

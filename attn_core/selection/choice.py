@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
@@ -152,7 +152,7 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
     return _explained(spec, target, requested_names(backend))
 
 
-@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB once they are read
+@from_records(maxsize=64)  # small, because the reasons of a call take 10 KiB once they are read
 def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None) -> Selection:
     for name in requested or ():
         # A wrong name is an error even behind a name that can run the call.

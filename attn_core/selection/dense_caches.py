@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.cache_rows import CacheRows, takes_pages
 from attn_core.call.options import Options, check_options
@@ -76,7 +76,7 @@ def runs_packed(
     return _runs_packed(arrays, options, target, names)
 
 
-@lru_cache(maxsize=1024)
+@from_records(maxsize=1024)
 def _runs_packed(arrays: Arrays, options: Options, target: Target, names: tuple[str, ...] | None) -> bool:
     (batch, q_len), kv_len = arrays.q.shape[:2], arrays.k.shape[1]
     offsets = ArrayFacts((2 * batch + 2,), "int32", arrays.q.device)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call import observe
 from attn_core.call.functions import listed
 from attn_core.call.observe import words_of
@@ -60,7 +60,7 @@ class ForwardMode:
         return SpecError(f"{named}: expected reverse mode ({reverse}), got {got}: {in_words(self.refusals)}{remedy}")
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def choose(
     spec: AttentionSpec,
     target: Target,

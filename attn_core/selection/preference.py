@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from itertools import product
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.functions import has_functions
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
@@ -91,7 +91,7 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     return usual
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def _order_by_time(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates by predicted time; () if the device's table has none of them."""
     timed = _cautious(spec, framework, device)
@@ -164,7 +164,7 @@ def _table(framework: str, device: str) -> Table | None:
     return table_in_force(framework if device == "cpu" else "torch", device)
 
 
-@lru_cache(maxsize=4096)  # because a new shape often is of a known kind
+@from_records(maxsize=4096)  # because a new shape often is of a known kind
 def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...]:
     """Returns the backends that have a model, in the usual order."""
     cautions, models = _models(framework, device, kind.training)
@@ -178,7 +178,7 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _models(framework: str, device: str, training: bool) -> tuple[dict[str, float], Models]:
     """Returns the caution of each backend that has a model in a direction, in the usual order, and these models."""
     table = _table(framework, device)
@@ -198,7 +198,7 @@ def caution(name: str, kind: str, error: float) -> float:
     return backends.load(name, kind).timing.caution * math.exp(CAUTION * error)
 
 
-@lru_cache(maxsize=1)
+@from_records(maxsize=1)
 def behind() -> tuple[dict[str, str], dict[str, str]]:
     """Returns what each backend never ranks before: whatever the call, and without a predicted time."""
     every = [(name, backend.timing) for name in backends.names() for backend in backends.records(name).values()]
@@ -224,7 +224,7 @@ def _ranked(timed: list[tuple[float, int, str]], usual: tuple[str, ...]) -> tupl
     return _completed(tuple(name for _, _, name in timed), fast, usual)
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tuple[str, ...]:
     """Returns all candidates: ``timed`` with the backends without a model between the ``fast`` first and the others.
 
@@ -337,7 +337,7 @@ def _in_pages(name: str, kind: str) -> str:
     return backends.load(name, kind).in_pages or name
 
 
-@lru_cache(maxsize=1024)  # a decoding loop asks with every new length
+@from_records(maxsize=1024)  # a decoding loop asks with every new length
 def _keeper(
     shared: tuple[Any, ...], slopes: int, axes: tuple[bool, ...] | None, in_pages: bool, target: Target
 ) -> str | None:

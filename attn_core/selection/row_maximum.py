@@ -7,11 +7,11 @@ of its own: among the backends that have a ``row_maximum``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection
@@ -42,7 +42,7 @@ def spec_of(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, **none)
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
     """Chooses the first candidate that can compute a call's largest logits.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core import backends
@@ -12,6 +11,7 @@ from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.shared.device_kinds import BRIDGED
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.support import Build, Support, limit_to_build
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_hashable, check_kind
@@ -90,7 +90,7 @@ class BackendOnTarget(NamedTuple):
     unreached: str | None  # why the framework cannot call it on this kind of device, whatever is installed; else None
 
 
-@lru_cache(maxsize=1024)  # every new shape asks about the same few backends
+@from_records(maxsize=1024)  # every new shape asks about the same few backends
 def backend_on(target: Target, name: str) -> BackendOnTarget:
     """Returns what is known of a backend on a target before there is a call."""
     record, build = backends.load(name, target.kind), target.build(name)
@@ -173,7 +173,7 @@ def unclaimed_gradient(backend: BackendOnTarget, spec: AttentionSpec, target: Ta
 # This process
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def local_target(framework: str, device: str) -> Target:
     """Returns the Target that describes this process, with a reason for every backend that it cannot use."""
     kind, missing, builds = backends.kind_of(device), [], []

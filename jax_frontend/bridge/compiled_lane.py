@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jax import lax
 
 from attn_core import backends
 from attn_core.backends.contract import Program
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
@@ -58,7 +58,7 @@ class Lane(NamedTuple):
     why: tuple[str, ...] = ()
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def lane_of(call: BridgedCall) -> Lane:
     """Returns the lane of a call on this machine, after compiling every kernel that it needs; cached by call."""
     kind = backends.kind_of(call.device)

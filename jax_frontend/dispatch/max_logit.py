@@ -7,12 +7,13 @@ from ``differentiable``, because a pass is a call of its own with another plan.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.options import Options
@@ -74,7 +75,7 @@ def of_rows(rows: Array) -> Array:
     return jax.lax.stop_gradient(rows).max(-1, initial=-jnp.inf)
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def _choice(spec: AttentionSpec, device: str) -> row_maximum.RowMaximum:
     order = backends.row_maximum_order("jax", backends.kind_of(device))
     choice: row_maximum.RowMaximum = plan.choice_beside(partial(row_maximum.choose, spec), order, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.hints import remedy_of
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 Metadata = tuple[tuple[int, ...], np.dtype]
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> Plan:
@@ -116,7 +116,7 @@ def with_tangents(call: Plan, *, again: bool = False) -> Plan:
     return call._replace(spec=spec, backend=backend, overlaps_exchange=False)
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
     """Returns the spec of a call's tangents, and the backend that computes them."""
     order = requested or backends.forward_mode_order("jax", backends.kind_of(device))
@@ -140,7 +140,7 @@ def choice_beside(choose: Callable[[Target], Any], order: Sequence[str], device:
     return choose(Target.here("jax", device))
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def backend_of(call_spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> str:
     """Returns the name of the backend that runs a call."""
     new_plans.evicted(backend_of)

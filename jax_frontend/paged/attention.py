@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
@@ -113,7 +114,7 @@ def paged_attention(
     return _jit_attention(call_plan, PagedInputs(*map(as_operand, inputs)))
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def _plan(
     metadata: tuple[plan.Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:

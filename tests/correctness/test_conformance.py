@@ -61,7 +61,8 @@ def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Ca
     drawn = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())
     if backend == "jax_cudnn":
         return st.one_of(drawn, cudnn_calls())
-    return drawn.map(few_numbers) if backend in COMPILED_ON_GPUS and device == "cuda" else drawn
+    compiles = module.framework == "jax" or (backend in COMPILED_ON_GPUS and device == "cuda")
+    return drawn.map(few_numbers) if compiles else drawn
 
 
 def conforms(framework: str, call: Call, backend: str, device: str) -> bool:

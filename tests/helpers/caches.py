@@ -1,7 +1,7 @@
 """Finds every cache of the three packages in their sources, with its bound, and reads the sizes of those in use.
 
-A cache is a function under ``lru_cache``, ``cache`` or ``cached_once``, or a dict, set or list of a module that starts
-empty. ``lru_cache`` states its bound. Each other cache states it in ``BOUNDS``; a test fails for one that does not.
+A cache is a function under ``lru_cache``, ``from_records``, ``cache`` or ``cached_once``, or a dict, set or list of a
+module that starts empty. A ``maxsize`` is its bound. Each other cache states it in ``BOUNDS``, or a test fails.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
     "attn_core.dropins.flash_attn.documents:slopes_of_tokens": ONE,
+    "attn_core.backends.shared.from_records:_caches": "marked caches",
+    "attn_core.backends:_entry_points": ONE,
+    "attn_core.backends:_plug_ins": "registered backends",
     "attn_core.backends:_made_in": "backends and kinds of device",
     "attn_core.backends:_places": ONE,
     "attn_core.backends:availability": "backends and kinds of device",
@@ -176,7 +179,7 @@ def _cached_functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.exp
 
 def _makes_a_cache(maker: ast.expr) -> bool:
     function = maker.func if isinstance(maker, ast.Call) else maker
-    return isinstance(function, ast.Name) and function.id in ("lru_cache", *UNBOUNDED)
+    return isinstance(function, ast.Name) and function.id in ("lru_cache", "from_records", *UNBOUNDED)
 
 
 def _limit(maker: ast.expr, constants: dict[str, Any]) -> int | None:

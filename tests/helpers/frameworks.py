@@ -18,6 +18,7 @@ from both_frontends import jax_device
 import jax_frontend
 import torch_frontend
 from attn_core import backends
+from attn_core.backends.shared import from_records
 
 
 class Framework(NamedTuple):
@@ -144,49 +145,34 @@ def _exchanged(others: dict[backends.Backend, backends.Backend], programs: bool)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
             patch.setattr(backends, "_record", record)
-            _empty_caches_of_records()
             empty_plan_caches(programs)
             yield
     finally:
-        _empty_caches_of_records()
         empty_plan_caches(programs)
 
 
-def _empty_caches_of_records() -> None:
-    """Empties the caches that hold records, or what follows from their fields."""
-    caches = {
-        "attn_core.backends": ("load", "usual_order", "forward_mode_order", "row_maximum_order", "in_order_on"),
-        "attn_core.selection.choice": ("_explained",),
-        "attn_core.selection.forward_mode": ("choose",),
-        "attn_core.selection.preference": ("_candidates",),
-        "attn_core.selection.row_maximum": ("choose",),
-        "attn_core.selection.target": ("backend_on",),
-        "jax_frontend.bridge.compiled_lane": ("lane_of",),
-        "jax_frontend.dispatch.max_logit": ("_choice",),
-        "jax_frontend.dispatch.plan": ("_forward_mode",),
-        "torch_frontend.dispatch.forward_mode": ("plan_of",),
-        "torch_frontend.dispatch.max_logit": ("plan_of",),
-    }
-    for module, names in caches.items():
-        for name in names:
-            getattr(import_module(module), name).cache_clear()
+@contextmanager
+def registered(*records: backends.Backend) -> Iterator[None]:
+    """Registers backends for the block. Nothing keeps them afterwards."""
+    try:
+        for record in records:
+            backends.register_backend(record)
+        yield
+    finally:
+        for record in records:
+            backends._plug_ins.pop(record.name, None)
+        empty_plan_caches()
+        for cache in (backends.availability, backends.installed_build):
+            cache.cache_clear()
 
 
 def empty_plan_caches(programs: bool = True) -> None:
-    """Empties the frontends' caches of plans.
+    """Empties the caches of plans, and all others of what follows from the backends' records.
 
     Args:
         programs: whether to empty JAX's caches as well. A program that JAX has traced through a backend of its own does
             not look the backend up again; a program with a callback does.
     """
-    for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
-        module = import_module(name)
-        module.plan.cache_clear()
-    import_module("torch_frontend.dispatch.prepared")._prepared.cache_clear()
-    import_module("torch_frontend.dispatch.eager_calls")._family.cache_clear()
-    import_module("torch_frontend.dispatch.in_parts")._plan_in_parts.cache_clear()
-    import_module("torch_frontend.paged.plan").plan_call.cache_clear()
-    import_module("jax_frontend.dispatch.plan").backend_of.cache_clear()
-    import_module("jax_frontend.paged.attention")._plan.cache_clear()
+    from_records.forget()
     if programs:
         jax.clear_caches()

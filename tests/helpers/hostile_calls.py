@@ -17,6 +17,7 @@ import numpy as np
 from hostile_values import one_rank_mesh
 
 import attn_core
+from attn_core import backends
 
 Make = Callable[[], Any]
 
@@ -26,6 +27,7 @@ NO_FUZZING = {
     "Step": "a tuple of other objects",
     "Selection": "a result, which callers do not make",
     "Counters": "a result, as a dict",
+    "Backend": "a record, which register_backend checks",
     "Support": "claims of a backend, as data",
     "AttentionFn": "made by attention_fn",
     "digest": "for names of compiled code",
@@ -204,6 +206,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     cached = {"k_cache": numbers(2, 7, 2, 8), "v_cache": numbers(2, 7, 2, 8), "cache_seqlens": ints(3, 5)}
     cached |= {name: plain(None) for name in ("k", "v", "rotary_cos", "rotary_sin", "block_table")}
     own = {
+        "register_backend": {"backend": lambda: backends.load("math")},
         "flash_attn_kvpacked_func": {"kv": numbers(2, 7, 2, 2, 8)},
         "flash_attn_varlen_func": packed_rows,
         "flash_attn_varlen_kvpacked_func": packed_rows,

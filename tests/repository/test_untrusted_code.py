@@ -26,6 +26,7 @@ EXCEPTIONS = {
     ("jax_frontend/bridge/targets.py", "pickle"): "keeps calls as bytes in a dict of this process, never in a file",
     ("jax_frontend/bridge/targets.py", "pickle.loads"): "reads these bytes, found by their own hash in that dict",
     ("attn_core/backends/__init__.py", "load"): "our own record of a backend, by a name of a fixed list",
+    ("attn_core/backends/__init__.py", "point.load"): "a plug-in, by the entry point of an installed package",
     ("attn_core/backends/flash4/functions.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/functions.py", "cell.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/sinks_kernel.py", "?.load"): "a load in a GPU kernel",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options, check_layout, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
@@ -258,7 +259,7 @@ class _Family:
         self.claimed: tuple[dict[str, bool], dict[str, bool]] = ({}, {})
 
 
-@lru_cache(maxsize=1024)
+@from_records(maxsize=1024)
 def _family(*what_calls_share: Any) -> _Family:
     return _Family()
 

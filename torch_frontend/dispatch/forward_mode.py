@@ -7,11 +7,11 @@ which ``attn_core.selection.forward_mode`` chooses. The op has the arguments of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs, Tangents
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 JVP = Op("jvp", Tangents._fields, ("dout", "dlse"))
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def plan_of(
     metadata: Inputs, options: Options, requested: Any, switches: Any, arrays: tuple[int, ...]
 ) -> plan.PlanBeside:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.constant_tensors import declare
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
@@ -90,7 +91,7 @@ def on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tens
 
 # By the values of the ranges, because an array may change between two calls. Small, because a plan holds tensors on the
 # device: the places of tiles and their offsets.
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> Plan | None:
     """Returns a call's plan in parts; None if a backend runs the call as a whole."""
     entries, *_ = arguments

@@ -7,12 +7,12 @@ The op has the arguments of ``attn::forward`` and returns the largest logit of e
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 MAX_LOGIT = Op("max_logit", (), ("max_logit",))
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def plan_of(metadata: Inputs, options: Options) -> plan.PlanBeside:
     """Checks a call and chooses the backend of its largest logits; the arguments are those of ``plan.plan``."""
     whole, target, _ = plan.request(metadata, options, False, False, None)

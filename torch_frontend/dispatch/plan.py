@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def plan(
     metadata: Inputs,
     options: Options,

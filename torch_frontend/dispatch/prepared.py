@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd import forward_ad, profiler
 
+from attn_core.backends.shared.from_records import from_records
 from attn_core.call import checks, observe
 from attn_core.call.tensors import Inputs
 from attn_core.selection import new_plans, override
@@ -192,7 +192,7 @@ def _are_readable(tensors: tuple[Tensor | None, ...]) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
+@from_records(maxsize=4096, typed=True)  # True and 1.0 are not 1
 def _prepared(
     prepare: Prepare,
     q_shape: torch.Size,

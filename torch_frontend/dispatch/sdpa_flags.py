@@ -7,12 +7,12 @@ general path, and its target lacks the backends that torch's words exclude.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.from_records import from_records
 from attn_core.selection import Target
 
 is_flash_on = torch._C._get_flash_sdp_enabled
@@ -70,7 +70,7 @@ def limited(target: Target, switches: Switches | None) -> Target:
     return target if switches is None else _limited(target, switches)
 
 
-@lru_cache(maxsize=64)
+@from_records(maxsize=64)
 def _limited(target: Target, switches: Switches) -> Target:
     kinds = {backend: kind for kind, backend in BACKENDS.items()}
     excluded = []

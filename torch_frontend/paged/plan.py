@@ -10,6 +10,7 @@ import torch
 
 from attn_core import backends
 from attn_core.backends.shared.autograd import without_gradient
+from attn_core.backends.shared.from_records import from_records
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import observe
 from attn_core.call.key_ranges import check_values as check_range_values
@@ -44,7 +45,7 @@ class PagedPlan(NamedTuple):
     """Whether the backend writes into a buffer, and into one with strides."""
 
 
-@lru_cache(maxsize=4096)
+@from_records(maxsize=4096)
 def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> PagedPlan:
     """Checks a paged call and chooses its backend; results are cached."""
     new_plans.evicted(plan_call)
