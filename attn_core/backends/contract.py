@@ -136,7 +136,8 @@ class Timing:
         beside_table: the share of the model's time that a causal call with a mask or bias takes.
         behind: a backend that it never ranks before, because where both run a call, it was never faster.
         behind_without_time: the same for calls of which it has no predicted time.
-        model_of: the backend whose kernel it runs, so that it has that one's model; None for a model of its own.
+        model_of: the backends whose models it has: those of its kernel, or of one that was about as fast; None for
+            models of its own.
     """
 
     caution: float = 1.0
@@ -146,7 +147,7 @@ class Timing:
     beside_table: float = 1.0
     behind: str | None = None
     behind_without_time: str | None = None
-    model_of: str | None = None
+    model_of: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,7 +37,8 @@ DATA: Entry = json.loads(Path(__file__).with_suffix(".json").read_text(encoding=
 PACKAGES: list[Entry] = DATA["packages"]
 """The packages that can be advised: ``name``; ``on``, the kinds of device (``"cuda"``) or devices (``"sm70"``) that the
 entry is for (of two entries the first counts); ``why``, a sentence; ``commands``, in which ``{requirement}`` is the
-name with extra and versions, and ``{architecture}`` a GPU's number, or that of ``architectures`` whose kernels it runs;
+name with extra and versions, ``{cuda}`` the major CUDA version, and ``{architecture}`` a GPU's number, or that of
+``architectures`` whose kernels it runs;
 ``note``, what else to know; ``extras`` by CUDA version; ``builds``, what the package's build of a backend lacks;
 ``release``, the newest one on the package index, if some backends need a later one; ``again``, a package that must be
 installed again afterwards if it is there, because this one overwrites it."""
@@ -254,7 +255,7 @@ def requirement(package: Entry, machine: Machine) -> str:
 def commands_of(package: Entry, machine: Machine) -> tuple[str, ...]:
     """Returns the commands that install a package on a machine, ready to copy."""
     architecture = package.get("architectures", {}).get(machine.device, machine.device.removeprefix("sm"))
-    words = {"requirement": requirement(package, machine), "architecture": architecture}
+    words = {"requirement": requirement(package, machine), "architecture": architecture, "cuda": machine.cuda}
     commands = [command.format(**words) for command in package["commands"]]
     overwritten = package.get("again", "")
     again = package_for(overwritten, machine.device) if machine.has(overwritten) else None
@@ -338,8 +339,6 @@ def advise(machine: Machine) -> tuple[Advice, ...]:
     A package counts by the calls of ``calls_on`` that automatic choice would run on it, beside the packages before it.
     """
     advices, machine = _frameworks(machine)
-    if not machine.has("torch"):  # the kernels below are torch's
-        return tuple(advices)
     entries = (package_for(name, machine.device) for name in dict.fromkeys(entry["name"] for entry in PACKAGES))
     candidates = {entry["name"]: entry for entry in entries if entry is not None and _is_new(entry["name"], machine)}
     while candidates:
@@ -376,8 +375,9 @@ def _frameworks(machine: Machine) -> tuple[list[Advice], Machine]:
 
 
 def _is_new(name: str, machine: Machine) -> bool:
-    """Returns whether a package is no framework and brings a backend that no installed package brings."""
-    brought = {*backends_of(name, machine.device)}
+    """Returns whether a package is no framework and brings an installed framework a backend that it lacks."""
+    every = backends_of(name, machine.device)
+    brought = {one for one in every if machine.has(backends.load(one, machine.kind).framework)}
     return name not in FRAMEWORKS and not machine.has(name) and not brought <= available(machine)
 
 
@@ -387,7 +387,10 @@ def available(machine: Machine) -> set[str]:
 
 
 def _gains(name: str, machine: Machine) -> tuple[str, ...]:
-    """Returns the names of the calls that automatic choice would run on a package if it were installed."""
+    """Returns the names of the calls that automatic choice would run on a package if it were installed.
+
+    Choice in torch, if torch is there: its kernels also serve JAX.
+    """
     more = machine.plus(name)
     new, here = {*backends_of(name, machine.device)} - available(machine), available(more)
     missing = tuple((backend, "not installed") for backend in backends.names() if backend not in here)
@@ -395,7 +398,7 @@ def _gains(name: str, machine: Machine) -> tuple[str, ...]:
     builds = [
         (backend, Build(**_with_tuples(lacks))) for each in entries for backend, lacks in each.get("builds", {}).items()
     ]
-    target = Target("torch", machine.device, missing, tuple(builds))
+    target = Target("torch" if machine.has("torch") else "jax", machine.device, missing, tuple(builds))
     calls = calls_on(machine.device).items()
     return tuple(call for call, spec in calls if explain(spec, target).backend in new)
 

@@ -186,7 +186,8 @@ def _models(framework: str, device: str, training: bool) -> tuple[dict[str, floa
     kind = backends.kind_of(device)
     named = {}
     for name in backends.usual_order(framework, kind):
-        kernel = backends.load(name, kind).timing.model_of or name
+        of_others = backends.load(name, kind).timing.model_of
+        kernel = name if of_others is None else of_others[training]
         if kernel in known:
             named[name] = known[kernel]
     cautions = {name: caution(name, kind, model.error) for name, model in named.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.export import DisabledSafetyCheck
 
-from attn_core.backends import jax_cudnn
+from attn_core.backends import flash3_xla, jax_cudnn
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from jax_frontend.bridge import compiled_lane
@@ -54,12 +54,13 @@ class _Checks(Sequence[DisabledSafetyCheck]):
 def _targets() -> tuple[str, ...]:
     # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward", "jvp", "row_maximum")]
-    return (*targets, *compiled_lane.compile_seconds(), OPERATOR, triton_programs.TARGET, *jax_cudnn.CUSTOM_CALLS)
+    of_backends = (*jax_cudnn.CUSTOM_CALLS, *flash3_xla.CUSTOM_CALLS)
+    return (*targets, *compiled_lane.compile_seconds(), OPERATOR, triton_programs.TARGET, *of_backends)
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
     """Returns the checks for ``jax.export.export(..., disabled_checks=export_checks())``: our kernels' custom calls,
-    and jax.nn's calls of cuDNN, because automatic choice may select them.
+    jax.nn's calls of cuDNN and those of ``flash3_xla``, because automatic choice may select them.
 
     ``jax.export`` refuses custom calls that it does not know to be portable. A call of the callback lane runs in any
     process with the same version of this package, once a function with the same call has been traced there

@@ -186,7 +186,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, prog
 
 
 def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: ClosedJaxpr) -> tuple[Any, Any]:
-    """Forward mode of a forward or a backward: differentiates a JAX backend's operations.
+    """Forward mode of a forward or a backward: differentiates the operations of a JAX backend that has forward mode.
 
     The tangents of a kernel's results are those of ``jax_xla``, if the caller named no other backend.
     """
@@ -208,7 +208,8 @@ def backend_with_derivatives(call: MappedCall) -> MappedCall:
     Raises:
         SpecError: if the caller named backends without ``jax_xla``, or ``jax_xla`` cannot run the call; with reasons.
     """
-    if local_call.speaks_jax(call.call):
+    record = backends.load(call.call.backend, backends.kind_of(call.call.device))
+    if record.framework == "jax" and record.forward_mode is not None:
         return call
     spec, requested, plain = call.call.spec, call.requested, backends.plain_backend("jax")
     names = (plain,) if requested is None or plain in requested else requested

@@ -73,6 +73,7 @@ NEVER = {
         "flash-attn",
         "flash-attn-4",
         "tokenspeed-fa3",
+        "dew-flash-attn-cu13",
         "xformers",
         "sageattention",
         "triton",
@@ -81,15 +82,16 @@ NEVER = {
         "flash-attn",
         "flash-attn-4",
         "tokenspeed-fa3",
+        "dew-flash-attn-cu13",
         "sageattention",
         "triton",
     },
-    "sm80": {"flash-attn-4", "tokenspeed-fa3"},
-    "sm86": {"flash-attn-4", "tokenspeed-fa3"},
-    "sm89": {"flash-attn-4", "tokenspeed-fa3"},
+    "sm80": {"flash-attn-4", "tokenspeed-fa3", "dew-flash-attn-cu13"},
+    "sm86": {"flash-attn-4", "tokenspeed-fa3", "dew-flash-attn-cu13"},
+    "sm89": {"flash-attn-4", "tokenspeed-fa3", "dew-flash-attn-cu13"},
     "sm90": set(),
-    "sm100": {"tokenspeed-fa3", "xformers", "sageattention"},
-    "sm120": {"flash-attn-4", "tokenspeed-fa3", "xformers", "sageattention"},
+    "sm100": {"tokenspeed-fa3", "dew-flash-attn-cu13", "xformers", "sageattention"},
+    "sm120": {"flash-attn-4", "tokenspeed-fa3", "dew-flash-attn-cu13", "xformers", "sageattention"},
     "gfx90a": {package["name"] for package in PACKAGES} - {"torch", "flash-attn"},
     "gfx942": {package["name"] for package in PACKAGES} - {"torch", "flash-attn"},
     "mps": {package["name"] for package in PACKAGES} - {"torch"},
@@ -184,9 +186,22 @@ def test_frameworks_come_first_on_an_empty_machine(device: str) -> None:
 
 def test_torch_users_are_not_sent_to_jax_but_jax_users_may_add_torch() -> None:
     assert "jax" not in named(with_torch("sm90"), "next", "optional", "avoid")
-    advice = advise(Machine(device="sm90", packages={"jax": "0.11"}, jax_cuda=13))
+    advice = advise(Machine(device="sm80", packages={"jax": "0.11"}, jax_cuda=13))
     assert [(one.package, one.level) for one in advice] == [("torch", "optional")]
     assert advice[0].commands[-1] == "pip install 'jax-tvm-ffi>=0.1.3'"
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_kernel_for_jax_alone(cuda: int) -> None:
+    jax = Machine(device="sm90", packages={"jax": "0.11.2"}, jax_cuda=cuda)
+    kernel, torch = advise(jax)
+    assert (kernel.package, kernel.level, kernel.backends) == ("dew-flash-attn-cu13", "next", ("flash3_xla",))
+    assert kernel.commands == (f"pip install 'dew-flash-attn-cu{cuda}>=0.3.6'",)
+    assert {"prompts", "training", "packed documents"} <= {*kernel.calls} and torch.level == "optional"
+    for name in ("dew-flash-attn-cu12", "dew-flash-attn-cu13"):
+        assert named(jax.plus(name), "next", "optional") == ["torch"]
+    assert "dew-flash-attn-cu13" not in named(with_torch("sm90"), "next", "optional", "avoid")
+    assert of(with_torch("sm90", "jax", jax_cuda=13), "dew-flash-attn-cu13").level == "optional"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash2.backend:_extension": ONE,
     "attn_core.backends.flash2.backend:build": ONE,
     "attn_core.backends.flash3.backend:build": ONE,
+    "attn_core.backends.flash3_xla:register": ONE,
     "attn_core.backends.flash4.disk_cache:use": ONE,
     "attn_core.backends.flash4.own_kernels:_compiled": "mask functions and kinds of block tables",
     "attn_core.backends.flash4.own_kernels:compiled_code": ONE,

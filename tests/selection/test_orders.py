@@ -13,7 +13,7 @@ USUAL = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
     ("torch", "cuda"): (*CUDA, "math"),
-    ("jax", "cuda"): (*CUDA, "jax_cudnn", "jax_xla", "math"),
+    ("jax", "cuda"): (*CUDA[:2], "flash3_xla", *CUDA[2:], "jax_cudnn", "jax_xla", "math"),
     ("torch", ANY): ("math",),
     ("jax", ANY): ("jax_xla",),
 }

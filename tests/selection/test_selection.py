@@ -589,7 +589,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
             "  xformers        softcap=50.0: xformers has none\n"
             "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none\n"
-            "8 others cannot run it on sm90; every reason: selection.text(everything=True)"
+            "9 others cannot run it on sm90; every reason: selection.text(everything=True)"
         )
 
 
