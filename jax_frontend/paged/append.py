@@ -172,7 +172,7 @@ def new_tokens(tokens: int, lengths: Array, cu: Array | None) -> tuple[Array, Ar
     token = jnp.arange(tokens, dtype=jnp.int32)  # as the tables; under x64 it would be int64
     ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
     sequence = document_numbers(ends, tokens)
-    at = jnp.minimum(sequence, len(ends) - 1)
+    at = jnp.minimum(sequence, ends.shape[0] - 1)
     return sequence, lengths[at] - (ends[at] - token)
 
 
