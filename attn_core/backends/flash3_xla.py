@@ -59,8 +59,10 @@ BACKWARD = replace(FORWARD, deterministic=False)
 
 HANDLERS = ("fwd", "bwd", "varlen_fwd", "varlen_bwd")
 """The library's handlers, without the prefix ``dew_flash3_mha_``."""
-CUSTOM_CALLS = tuple(f"attn_core_flash3_{handler}" for handler in HANDLERS)
-"""Our names of the handlers in XLA programs, which ``jax.export`` refuses unless they are listed."""
+OUR_NAMES = {handler: f"attn_core_flash3_{handler}" for handler in HANDLERS}
+"""The names of the handlers in XLA programs."""
+CUSTOM_CALLS = tuple(OUR_NAMES.values())
+"""What ``jax.export`` refuses unless it is listed."""
 TILE = 128
 """Queries of a tile, and the most rows by which the backward pads a document."""
 WIDEST = 256
@@ -121,7 +123,7 @@ def register() -> None:
 
     distribution, version, major = _installed()
     library = _load(major)
-    for handler, name in zip(HANDLERS, CUSTOM_CALLS, strict=True):
+    for handler, name in OUR_NAMES.items():
         symbol = getattr(library, f"dew_flash3_mha_{handler}", None)
         if symbol is None:
             raise ImportError(f"{distribution} {version}: {LIBRARY} has no dew_flash3_mha_{handler}")
@@ -249,7 +251,7 @@ def _run(spec: AttentionSpec, direction: str, types: tuple[tuple[Any, Any], ...]
     kinds = {bool: bool, int: np.int64, float: np.float64}  # a Python int or float would have 32 bits
     attributes = {name: kinds[type(value)](value) for name, value in lower(spec).items()}
     handler = f"varlen_{direction}" if spec.packed else direction
-    return tuple(_call(f"attn_core_flash3_{handler}", _types_like(operands[0], types), *operands, **attributes))
+    return tuple(_call(OUR_NAMES[handler], _types_like(operands[0], types), *operands, **attributes))
 
 
 def _types_like(operand: Any, types: tuple[tuple[Any, Any], ...]) -> tuple[Any, ...]:
@@ -284,8 +286,8 @@ BACKEND = Backend(
     modelled=modelled,
     # The kernels of flash3 and flash4 come first, because they have the same bits in both frameworks.
     preference={"cuda": 25},
-    # Its forward is flash3's kernel. Its training took 5 % longer than flash4's on an H200 on 2026-11-29 (bfloat16,
-    # 128 channels, causal): 2643 us beside 2512, and jax.nn's cuDNN took 3249.
+    # Its forward is flash3's kernel. Its training took about as long as flash4's on an H200 on 2026-11-30 with 64 and
+    # 128 channels, and 0.84 of it with 256 (docs/lab/notes.md). A sweep has not measured it.
     timing=Timing(model_of=("flash3", "flash4")),
     reaches_next_document=True,
 )
