@@ -12,16 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.call.options import check_flag
 from attn_core.dropins import finetrainers
-from attn_core.dropins.finetrainers import (
-    FLASH_VARLEN,
-    NATIVE,
-    VARLEN,
-    Attend,
-    AttentionProvider,
-    DispatchCall,
-    HostOptions,
-    Results,
-)
+from attn_core.dropins.finetrainers import NATIVE, VARLEN, AttentionProvider, DispatchCall
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Target
 from jax_frontend.attention import attention
@@ -124,31 +115,14 @@ def attention_dispatch(
             check_array(name, array)
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     finetrainers.check_operands(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
-    options = finetrainers.interpret(provider, attention_kwargs)
+    options = finetrainers.interpret(attention_kwargs)
     if attn_mask is not None:
         call = call._replace(attn_mask=finetrainers.with_mask_axes(provider, query, key, attn_mask))
     call = finetrainers.with_positive_scale(call)
     attend = finetrainers.attention_with(attention, call, options, provider, dropout_rng=dropout_rng)
-    if options.documents is not None:
-        info = finetrainers.checked_documents(
-            call, options.documents, check_array, partial(jnp.asarray, dtype=jnp.int32)
-        )
-        results = finetrainers.run_documents(attend, call, info)
-    elif attn_mask is not None and provider in VARLEN:
-        results = _run_key_mask(provider, call, options, attend)
+    if attn_mask is not None and provider in VARLEN:
+        keep, take = finetrainers.key_mask(provider, call, options, call.attn_mask), partial(jnp.take, axis=0)
+        results = finetrainers.run_key_mask(provider, call, options, attend, keep, jnp, take)
     else:
         results = finetrainers.run_dense(attend, call, options)
     return results if options.return_lse else results[0]
-
-
-def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
-    """Runs a varlen provider's mask of keys.
-
-    flash_varlen packs the visible keys. A causal call needs the mask's values to cut its documents, and sage has no
-    documents: their kernels get the mask as a mask.
-    """
-    keep = finetrainers.key_mask(provider, call, options, call.attn_mask)
-    keep = jnp.broadcast_to(keep, (call.key.shape[0], call.key.shape[2]))  # [batch, kv_len]
-    if provider is not FLASH_VARLEN or call.is_causal:
-        return finetrainers.run_dense(attend, call._replace(attn_mask=keep[:, None, None, :]), options)
-    return finetrainers.run_visible_keys(attend, call, keep, jnp, lambda array, places: jnp.take(array, places, axis=0))

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from attn_core.dropins.replacement import Replacement
 from torch_frontend.dispatch.tensor_kinds import PLAIN
-from torch_frontend.finetrainers.dispatch import attention_dispatch
+from torch_frontend.finetrainers import attention_dispatch
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, check_qkv
-from attn_core.call.kinds import is_host_int
+from attn_core.call.kinds import check_kind
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import dtype_name, mask_or_bias
@@ -207,14 +207,13 @@ def _serves(target: Target, provider: AttentionProvider, name: str, training: bo
 
 
 class HostOptions(NamedTuple):
-    """The options of ``attention_kwargs`` in our terms. documents: from the ``cu_seqlens`` and ``max_seqlen`` keys."""
+    """The options of ``attention_kwargs`` in our terms."""
 
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     alibi_slopes: Any = None
     deterministic: bool = False
     return_lse: bool = False
-    documents: SeqInfo | None = None
 
     @property
     def anchored(self) -> bool:
@@ -222,90 +221,36 @@ class HostOptions(NamedTuple):
         return self.window is not None or self.alibi_slopes is not None
 
 
-_NOTHING = HostOptions()
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
-"""The keys that every provider takes."""
-_CUDA_8BIT = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90")
-_SMOOTH_V = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp16_cuda")
-_QUANTISED = tuple(word.value for word in AttentionProvider if word.startswith("_sage"))
-_ONLY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("return_attn_probs", False, ("flash", "flash_varlen")),
-    ("kernel_options", None, ("flex",)),
-    ("smooth_k", True, ("sage_varlen", *_QUANTISED)),
-    ("smooth_v", False, _SMOOTH_V),
-    ("qk_quant_gran", "per_thread", (*_CUDA_8BIT, "_sage_qk_int8_pv_fp16_cuda")),
-    ("pv_accum_dtype", "fp32+fp32", _CUDA_8BIT),
-    ("pv_accum_dtype", "fp32", ("_sage_qk_int8_pv_fp16_cuda",)),
-    ("quantization_backend", "triton", ("_sage_qk_int8_pv_fp16_triton",)),
-)
-"""(key, the only value that our kernels support, the providers that have the key)."""
+OPTIONS = ("window_size", *HostOptions._fields[1:])
+"""The keys of ``attention_kwargs``."""
 
 
-def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> HostOptions:
+def interpret(kwargs: Mapping[str, Any] | None) -> HostOptions:
     """Translates ``attention_kwargs``. Every provider takes every option; its kernel may still refuse one.
 
     ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
 
     Raises:
-        SpecError: for unknown keys, keys of another provider, and values that our kernels do not support.
+        SpecError: for unknown keys.
     """
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise SpecError(f"attention_kwargs={shown(kwargs)}: expected a dict or None")
-    if not kwargs:
-        return _NOTHING
-    stated = dict(kwargs)
-    for key, value in stated.items():
+    if kwargs is None:
+        return HostOptions()
+    check_kind("attention_kwargs", kwargs, Mapping, "a dict or None")
+    for key in kwargs:
         if key not in OPTIONS:
-            _check_fixed(provider, key, value)
-    softcap = stated.get("softcap")
+            raise SpecError(
+                f"attention_kwargs[{key!r}]: unknown; expected one of {', '.join(OPTIONS)}; packed documents are "
+                "attention(seq_info=)"
+            )
+    softcap = kwargs.get("softcap")
     return HostOptions(
-        window=distances(stated.get("window_size"), "attention_kwargs['window_size']"),
+        window=distances(kwargs.get("window_size"), "attention_kwargs['window_size']"),
         # flash-attn writes 0 for no softcap, which ``attention`` refuses.
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
-        alibi_slopes=stated.get("alibi_slopes"),
-        deterministic=check_flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
-        return_lse=check_flag("attention_kwargs['return_lse']", stated.get("return_lse", False)),
-        documents=_documents(stated),
+        alibi_slopes=kwargs.get("alibi_slopes"),
+        deterministic=check_flag("attention_kwargs['deterministic']", kwargs.get("deterministic", False)),
+        return_lse=check_flag("attention_kwargs['return_lse']", kwargs.get("return_lse", False)),
     )
-
-
-def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
-    """Raises SpecError unless the key has the only value that the provider's kernel supports."""
-    entries = [entry for entry in _ONLY if entry[0] == key]
-    if not entries:
-        known = dict.fromkeys((*OPTIONS, *(entry[0] for entry in _ONLY)))
-        raise SpecError(f"attention_kwargs[{key!r}]: unknown; expected one of {', '.join(known)}")
-    allowed = next((only for _, only, words in entries if provider.value in words), entries)
-    if allowed is entries:
-        words = dict.fromkeys(word for entry in entries for word in entry[2])
-        raise SpecError(
-            f"attention_kwargs[{key!r}]={shown(value)}: provider {provider.value} has no such option; it is one of "
-            f"{', '.join(words)}"
-        )
-    # The types are compared too, because 1 == True and 0 == False.
-    if type(value) is not type(allowed) or value != allowed:
-        raise SpecError(
-            f"attention_kwargs[{key!r}]={shown(value)}: expected {allowed!r}, which is how provider "
-            f"{provider.value} runs here"
-        )
-
-
-def _documents(stated: Mapping[str, Any]) -> SeqInfo | None:
-    """Returns the documents of flash-attn's four keys. Raises SpecError if only some of the keys are present."""
-    there = [name for name in _OFFSETS if stated.get(name) is not None]
-    if not there:
-        return None
-    # The host ignores an incomplete set, and then documents would see each other.
-    missing = [name for name in _OFFSETS if name not in there]
-    if missing:
-        raise SpecError(
-            f"attention_kwargs: {', '.join(there)} without {', '.join(missing)}; packed documents need all four"
-        )
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        if not is_host_int(stated[name]):
-            raise SpecError(f"attention_kwargs[{name!r}]={stated[name]!r}: expected an int known on the host")
-    return SeqInfo(*(stated[name] for name in _OFFSETS))
 
 
 class DispatchCall(NamedTuple):
@@ -342,7 +287,6 @@ def attention_with(
         frontend_options: options that only this frontend has.
     """
     keywords = {**options._asdict(), **frontend_options, "scale": call.scale, "dropout": call.dropout_p}
-    del keywords["documents"]  # part of the form
     keywords["backend"] = None if provider is None else override.requested() or provider.kernels or None
 
     def attend(q: Any, k: Any, v: Any, **form: Any) -> Results:
@@ -392,45 +336,41 @@ def run_dense(
     return out[(0,) * missing] if missing else out, lse
 
 
-def checked_documents(
-    call: DispatchCall, info: SeqInfo, check: Callable[[str, Any], None], to_int32: Callable[[Any], Any]
-) -> SeqInfo:
-    """Returns the documents with int32 offsets. Raises SpecError for a mask beside them.
+def run_key_mask(
+    provider: AttentionProvider,
+    call: DispatchCall,
+    options: HostOptions,
+    attend: Attend,
+    keep: Any,
+    xp: Any,
+    take: Callable[[Any, Any], Any],
+) -> Results:
+    """Runs a varlen provider's mask of keys. flash_varlen packs the visible keys.
+
+    A causal call needs the mask's values to cut its documents, and sage has no documents: their kernels get the mask as
+    a mask.
 
     Args:
-        check: raises an error that names an argument unless its value is an array of the framework.
+        keep: the result of ``key_mask``.
+        xp: torch or jax.numpy.
+        take: returns the elements of an array's first axis at indices.
     """
-    if call.attn_mask is not None:
-        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
-    of_queries, of_keys = info.cu_seqlens_q, info.cu_seqlens_k
-    check("attention_kwargs['cu_seqlens_q']", of_queries)
-    check("attention_kwargs['cu_seqlens_k']", of_keys)
-    queries = to_int32(of_queries)
-    keys = queries if of_keys is of_queries else to_int32(of_keys)
-    return SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
+    keep = xp.broadcast_to(keep, (call.key.shape[0], call.key.shape[2]))  # [batch, kv_len]
+    if provider is FLASH_VARLEN and not call.is_causal:
+        return _run_visible_keys(attend, call, keep, xp, take)
+    return run_dense(attend, call._replace(attn_mask=keep[:, None, None, :]), options)
 
 
-def run_documents(attend: Attend, call: DispatchCall, info: SeqInfo) -> Results:
-    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
-    rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
-    return split_rows(attend(*map(joined, rows), causal=call.is_causal, seq_info=info), rows[0])
-
-
-def run_visible_keys(
+def _run_visible_keys(
     attend: Attend, call: DispatchCall, keep: Any, xp: Any, take: Callable[[Any, Any], Any]
 ) -> Results:
     """Runs a mask of keys in one packed call, without reading the mask on the host.
 
     A row's visible keys become a document with all of the row's queries, and its hidden keys a document without
     queries. So no size depends on the mask's values, which may be traced.
-
-    Args:
-        keep: bool ``[batch, kv_len]``.
-        xp: torch or jax.numpy.
-        take: returns the elements of an array's first axis at indices.
     """
     q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
-    q_len, kv_len = q.shape[1], k.shape[1]
+    (batch, q_len), kv_len = q.shape[:2], k.shape[1]
     visible = keep.sum(axis=1)  # [batch]
     every, none = visible * 0 + kv_len, visible * 0
     # Stable, so that visible keys keep their order and every run sums them alike.
@@ -442,22 +382,13 @@ def run_visible_keys(
         return xp.concatenate((ends[:1] * 0, ends))
 
     info = SeqInfo(offsets_of(none + q_len, none), offsets_of(visible, every - visible), q_len, kv_len)
+    q, k, v = (rows.reshape(-1, *rows.shape[2:]) for rows in (q, k, v))  # [batch * len, heads, head_dim]
     # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
     is_visible = take(keep.reshape(-1), order)[:, None, None]
-    k, v = (xp.where(is_visible, take(joined(array), order), 0) for array in (k, v))
-    return split_rows(attend(joined(q), k, v, causal=False, seq_info=info), q)
-
-
-def joined(rows: Any) -> Any:
-    """Lays the rows of a batch ``[batch, len, ...]`` end to end."""
-    return rows.reshape(-1, *rows.shape[2:])
-
-
-def split_rows(results: Results, q: Any) -> Results:
-    """Reshapes ``[batch * q_len, heads, dim]`` to ``[batch, heads, q_len, dim]``; the log-sum-exp has no dim."""
-    (out, lse), rows = results, tuple(q.shape[:2])
-    out = out.reshape(*rows, *out.shape[1:]).swapaxes(1, 2)
-    return out, None if lse is None else lse.reshape(-1, *rows).swapaxes(0, 1)
+    k, v = (xp.where(is_visible, take(rows, order), 0) for rows in (k, v))
+    out, lse = attend(q, k, v, causal=False, seq_info=info)
+    out = out.reshape(batch, q_len, *out.shape[1:]).swapaxes(1, 2)
+    return out, None if lse is None else lse.reshape(-1, batch, q_len).swapaxes(0, 1)  # [batch, heads, q_len]
 
 
 NAMES = ("query", "key", "value")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.masks import visible
-from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from tests.campaign.case import is_banded
 from tests.campaign.entries import without
@@ -169,17 +168,17 @@ PROVIDERS = {
 def finetrainers_refuses(spec: AttentionSpec) -> str | None:
     """Returns why Finetrainers cannot write a call, or None.
 
-    ``is_causal`` puts the diagonal at the first key; flash-attn's distances, slopes and documents count from the last.
+    ``is_causal`` puts the diagonal at the first key; flash-attn's distances and slopes count from the last.
     """
-    needs = spec.packed or spec.alibi_shape is not None
-    if needs and not is_aligned(spec, "bottom_right"):
+    if spec.packed:
+        return "no packed documents"
+    if spec.alibi_shape is not None and not is_aligned(spec, "bottom_right"):
         return "bottom-right alone"
-    missing = without("sinks")(spec)
-    return missing or (without("mask", "bias")(spec) if spec.packed else None)
+    return without("sinks")(spec)
 
 
 def finetrainers_call(
-    spec: AttentionSpec, arrays: Arrays, documents: SeqInfo | None, backend: str | None, draw: int, ops: Ops
+    spec: AttentionSpec, arrays: Arrays, backend: str | None, draw: int, ops: Ops
 ) -> tuple[str, dict[str, Any]]:
     """Returns a provider's word, and the arguments of ``attention_dispatch``."""
     words = PROVIDERS.get(backend or "", ("native",))
@@ -190,9 +189,7 @@ def finetrainers_call(
     if word == "flash_varlen" and spec.bias_shape is not None:
         word = "flash"
     masked = arrays["mask"] is not None or arrays["bias"] is not None
-    if spec.packed:
-        merged = False
-    elif spec.causal:  # torch's own function takes is_causal or a mask
+    if spec.causal:  # torch's own function takes is_causal or a mask
         merged = not _says_causal(spec) or (masked and not by_keys)
     else:
         merged = spec.window != (None, None) and not is_aligned(spec, "bottom_right")
@@ -206,9 +203,6 @@ def finetrainers_call(
     if arrays["alibi_slopes"] is not None:
         kwargs["alibi_slopes"] = arrays["alibi_slopes"]
     kwargs |= {name: True for name in ("deterministic", "return_lse") if getattr(spec, name)}
-    if documents is not None:
-        kwargs |= {"cu_seqlens_q": documents.cu_seqlens_q, "cu_seqlens_k": documents.cu_seqlens_k}
-        kwargs |= {"max_seqlen_q": documents.max_len_q, "max_seqlen_k": documents.max_len_k}
     call: dict[str, Any] = {"query": heads_first(arrays["q"]), "key": heads_first(arrays["k"])}
     call |= {"value": heads_first(arrays["v"]), "is_causal": spec.causal and not merged, "scale": spec.scale}
     call["attn_mask"] = key_mask(spec, arrays, ops) if by_keys else one_table(spec, arrays, ops, with_band=merged)

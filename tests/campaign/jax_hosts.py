@@ -58,14 +58,10 @@ def _unsloth(spec: AttentionSpec, arrays: Arrays, options: dict[str, Any]) -> An
 def _finetrainers(spec: AttentionSpec, arrays: Arrays, options: dict[str, Any]) -> Any:
     from jax_frontend.finetrainers import attention_dispatch, attention_provider
 
-    backend = options["backend"]
-    word, call = host_words.finetrainers_call(spec, arrays, options["seq_info"], backend, _draw(spec), _ops())
+    word, call = host_words.finetrainers_call(spec, arrays, options["backend"], _draw(spec), _ops())
     with attention_provider(word):
         results = attention_dispatch(**call, dropout_rng=options["dropout_rng"])
-    out, *lse = results if spec.return_lse else (results,)
-    out = out.swapaxes(1, 2)
-    out = out[0] if spec.packed else out
-    return (out, lse[0][0] if spec.packed else lse[0]) if lse else out
+    return (results[0].swapaxes(1, 2), results[1]) if spec.return_lse else results.swapaxes(1, 2)
 
 
 # Flax and equinox. Their projections select channels: exact, so heads are q, k and v.

@@ -94,14 +94,10 @@ def _finetrainers(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
     spec, where = trial.spec, tensors["q"].device
-    word, call = host_words.finetrainers_call(
-        spec, tensors, _offsets_on(trial, where), backend, trial.seed, _ops_on(where)
-    )
+    word, call = host_words.finetrainers_call(spec, tensors, backend, trial.seed, _ops_on(where))
     with _seeded(trial), attention_provider(word):
         results = attention_dispatch(**call)
-    out, *lse = results if spec.return_lse else (results,)
-    out = _without_batch(out.transpose(1, 2), spec)
-    return (out, lse[0][0] if spec.packed else lse[0]) if lse else out
+    return (results[0].transpose(1, 2), results[1]) if spec.return_lse else results.transpose(1, 2)
 
 
 def _finetrainers_refuses(spec: AttentionSpec) -> str | None:

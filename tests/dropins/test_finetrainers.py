@@ -50,7 +50,6 @@ from attn_core import NoBackendError, SpecError, Target
 from attn_core.dropins import finetrainers
 from torch_frontend import explain, use_backend
 from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider, list_providers
-from torch_frontend.finetrainers.call import kept_documents
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 WORDS = tuple(provider.value for provider in AttentionProvider)
@@ -367,7 +366,7 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
 
 def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
     plain, module = (
-        importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.tensor_kinds", "finetrainers.dispatch")
+        importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.tensor_kinds", "finetrainers")
     )
     before, rule = dict(vars(module)), dict(vars(plain))
     try:
@@ -384,7 +383,6 @@ def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None)
 # One meaning on every provider
 
 
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 REFUSED = {
     "flash": {"softcap", "dropout", "softcap and keys"},
     "flash_varlen": {
@@ -455,8 +453,8 @@ def test_gradients_on_every_provider(word: str, name: str) -> None:
 
 
 def test_every_option_reaches_the_kernels_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each of the ways that a call takes: dense, masks of keys, documents."""
-    module, seen = importlib.import_module("torch_frontend.finetrainers.call"), []
+    """On each of the ways that a call takes: dense, masks of keys."""
+    module, seen = importlib.import_module("torch_frontend.finetrainers"), []
     attention = module.attention
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -464,9 +462,7 @@ def test_every_option_reaches_the_kernels_call(device: str, monkeypatch: pytest.
         return attention(*arguments, **options)
 
     monkeypatch.setattr(module, "attention", watched)
-    cu = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
-    documents = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
-    for what in ({}, {"attn_mask": KEEP}, {"attn_mask": KEEP, "is_causal": True}, documents):
+    for what in ({}, {"attn_mask": KEEP}, {"attn_mask": KEEP, "is_causal": True}):
         seen.clear()
         with use_backend("math"), monkeypatch.context() as patch:
             patch.setattr(finetrainers, "DEFAULT", "flash_varlen")
@@ -522,54 +518,6 @@ def test_masks_of_keys_on_the_varlen_providers(
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 9), st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3), st.booleans()
-)
-def test_documents_hold_exactly_what_is_visible(q_len: int, rows: list[list[bool]], causal: bool) -> None:
-    keep = np.array(rows)
-    seen = np.zeros((len(keep) * q_len, keep.size), int)
-    for queries, keys, square in kept_documents(keep, q_len, causal):
-        assert not square or len(queries) == len(keys)
-        seen[np.ix_(queries, keys)] += np.tri(len(queries), len(keys), dtype=int) if square else 1
-    for row, column in np.ndindex(len(keep), len(keep)):
-        block = seen[row * q_len : (row + 1) * q_len, column * 7 : (column + 1) * 7]
-        visible = keep[row] & (np.tri(q_len, 7, dtype=bool) if causal else True) & (row == column)
-        np.testing.assert_array_equal(block, np.broadcast_to(visible, block.shape))
-
-
-@pytest.mark.parametrize("word", ["flash", "flash_varlen", "_native_math", "native", "flex"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_documents_by_flash_attns_words(word: str, causal: bool) -> None:
-    """Over the rows laid end to end; int64 offsets are as good."""
-    q, k, v = tensors(7, 7)
-    cu = torch.tensor([0, 3, 8, 14])
-    kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.int(), "max_seqlen_q": 6, "max_seqlen_k": 6, "return_lse": True}
-    out, lse = dispatched(word, (q, k, v), {"is_causal": causal, **kwargs})
-    rows = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in (q, k, v)]
-    for start, end in ((0, 3), (3, 8), (8, 14)):
-        right, right_lse = expected([tensor[:, :, start:end].contiguous() for tensor in rows], causal=causal)
-        close(out.transpose(1, 2).flatten(0, 1)[start:end], right[0].swapaxes(0, 1))
-        close(lse.transpose(0, 1).flatten(1, 2)[:, start:end], right_lse[0])
-
-
-def test_documents_row_by_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionProvider.SAGE_VARLEN, "kernels", ("math",))
-    if device == "cuda":  # whose flash kernels have no float32
-        monkeypatch.setattr(AttentionProvider.FLASH_VARLEN, "kernels", ("math",))
-    cu = torch.tensor([0, 3, 3, 8, 14], dtype=torch.int32)
-    arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "is_causal": True}
-    one_by_one, packed = (
-        dispatched(word, tensors(7, 7, device=device), arguments) for word in ("sage_varlen", "flash_varlen")
-    )
-    torch.testing.assert_close(one_by_one, packed, atol=1e-5, rtol=0)
-    with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14 or before it, got 15"):
-        wrong = torch.tensor([0, 3, 9, 15], dtype=torch.int32)
-        dispatched(
-            "sage_varlen", tensors(7, 7, device=device), {**arguments, "cu_seqlens_q": wrong, "cu_seqlens_k": wrong}
-        )
-
-
 def test_two_axes_are_read_by_provider(device: str) -> None:
     table, qkv = TABLE[0, 0], tensors(device=device)
     close(dispatched("native", qkv, {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
@@ -615,7 +563,7 @@ def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeyp
     else:
         with pytest.raises(SpecError, match=r"attn_mask: expected a BlockMask .*, or no mask if it hides nothing"):
             dispatched("flex", tensors(device=device), {"attn_mask": blocks})
-    module, seen = importlib.import_module("torch_frontend.finetrainers.call"), []
+    module, seen = importlib.import_module("torch_frontend.finetrainers"), []
     attention = module.attention
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -627,37 +575,12 @@ def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeyp
     assert seen[0]["mask_mod"] is not None and seen[0]["mask"] is None  # no dense mask is written
 
 
-def test_a_block_mask_that_is_no_expression_is_written_out() -> None:
-    table = torch.from_numpy((np.arange(Q_LEN)[:, None] + 2 * np.arange(KV_LEN)) % 3 > 0)
-    block = create_block_mask(
-        lambda b, h, i, j: torch.take(table, i * KV_LEN + j), None, None, Q_LEN, KV_LEN, device="cpu"
-    )
-    close(dispatched("flex", tensors(), {"attn_mask": block}), expected(tensors(), mask=table.numpy()[None, None])[0])
-
-
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": ("native", {"sinks": 1}, r"attention_kwargs\['sinks'\]: unknown; expected one of window_size, softcap"),
-    "another's": (
-        "flash",
-        {"smooth_k": True},
-        r"\['smooth_k'\]=True: provider flash has no such option; .*sage_varlen",
-    ),
-    "fixed": ("flash", {"return_attn_probs": True}, r"\['return_attn_probs'\]=True: expected False, which is how"),
-    "quantised": (
-        "_sage_qk_int8_pv_fp8_cuda",
-        {"pv_accum_dtype": "fp32"},
-        r"\['pv_accum_dtype'\]='fp32': expected 'fp32",
-    ),
-    "kernel options": ("flex", {"kernel_options": {"BLOCK_M": 64}}, r"\['kernel_options'\]=.*: expected None"),
+    "documents": ("flash_varlen", {"cu_seqlens_q": [0]}, r"\['cu_seqlens_q'\]: unknown; .*attention\(seq_info=\)"),
     "window": ("native", {"window_size": 3}, r"\['window_size'\]=3: expected two distances"),
     "flag": ("native", {"deterministic": 1}, r"\['deterministic'\].*=1: expected True or False"),
     "softcap": ("native", {"softcap": "high"}, "softcap='high': expected a number"),
-    "three of four": ("flash_varlen", {"cu_seqlens_q": [0], "max_seqlen_q": 7}, "without cu_seqlens_k, max_seqlen_k"),
-    "device int": (
-        "flash_varlen",
-        dict.fromkeys(OFFSETS, torch.ones(2)),
-        "max_seqlen_q.*known on the host",
-    ),
     "causal window": (
         "native",
         {"is_causal": True, "window_size": (2, 0)},
@@ -680,13 +603,6 @@ def test_what_cannot_be_honoured_is_named(name: str, device: str) -> None:
     word, arguments, message = WRONG[name]
     with pytest.raises((SpecError, NoBackendError), match=message):
         dispatched(word, tensors(device=device), arguments)
-
-
-def test_a_mask_and_offsets_say_it_twice(device: str) -> None:
-    cu = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
-    kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
-    with pytest.raises(SpecError, match="attn_mask with cu_seqlens_q"):
-        dispatched("flash_varlen", tensors(7, 7, device=device), {"attn_mask": KEEP, **kwargs})
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

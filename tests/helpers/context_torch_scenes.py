@@ -488,10 +488,6 @@ def finetrainers_rows() -> dict[str, Any]:
             "attn_mask": {"attn_mask": torch.ones(12, 12, dtype=torch.bool)},
             "is_causal": {"is_causal": True},
             "dropout": {"dropout_p": 0.5},
-            "cu_seqlens": {
-                "attention_kwargs": dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 12]))
-                | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 12)
-            },
             "alibi_slopes": {"attention_kwargs": {"alibi_slopes": torch.ones(4)}},
         }.items():
             found[name] = error_of(partial(attention_dispatch, *parts, enable_gqa=True, **changes))

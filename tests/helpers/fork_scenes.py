@@ -146,7 +146,7 @@ def scene_locks() -> dict[str, Any]:
     import torch
 
     import torch_frontend.diffusers
-    import torch_frontend.finetrainers
+    import torch_frontend.unsloth
     from attn_core import AttentionSpec, Target, explain
     from attn_core.backends.flex import program
     from attn_core.backends.shared import first_call
@@ -174,7 +174,7 @@ def scene_locks() -> dict[str, Any]:
 
     def hold() -> None:
         ours = torch_frontend.diffusers._replacement
-        with first_call._compiling, program._lock, ours._lock, torch_frontend.finetrainers._replacement._lock:
+        with first_call._compiling, program._lock, ours._lock, torch_frontend.unsloth._replacement._lock:
             made()
 
     thread = threading.Thread(target=hold)
@@ -187,7 +187,7 @@ def scene_locks() -> dict[str, Any]:
         selection = torch_frontend.explain(x, x, x)
         with torch_frontend.diffusers.installed():
             replaced = torch_frontend.diffusers.is_installed()
-        torch_frontend.finetrainers.uninstall()
+        torch_frontend.unsloth.uninstall()
         flex = torch_frontend.attention(x, x, x, backend="flex")
         free = first_call._compiling.acquire(timeout=SECONDS)
         return [made(), len(selection.refusals) > 0, replaced, free, float(flex.sum())]

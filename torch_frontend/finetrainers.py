@@ -18,13 +18,26 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import check_flag, check_number
 from attn_core.dropins import finetrainers
-from attn_core.dropins.finetrainers import NATIVE, AttentionProvider, DispatchCall, HostOptions
+from attn_core.dropins.finetrainers import (
+    NATIVE,
+    SAGE_VARLEN,
+    VARLEN,
+    Attend,
+    AttentionProvider,
+    DispatchCall,
+    HostOptions,
+    Results,
+    SharedRows,
+    attention_with,
+)
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
+from torch_frontend.dispatch.autocast import autocast_dtype
+from torch_frontend.dispatch.functions import function_of, is_block_mask
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
@@ -35,7 +48,8 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
-from torch_frontend.finetrainers.call import check_mesh, run_on_provider, run_over_ranks
+
+__all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
 Tensor = torch.Tensor
 
@@ -103,9 +117,8 @@ def attention_dispatch(  # noqa: C901
             xformers the shape decides between the two. flex also accepts a ``BlockMask``.
         is_causal: query i sees keys 0 to i, whatever the lengths.
             On a mesh it is refused, and so are masks.
-        attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_lse``,
-            ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``, ``max_seqlen_k``, as in flash-attn, on any provider.
-            Other keywords of the host's kernels must have the one value that our kernels implement.
+        attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic`` and ``return_lse``, as in
+            flash-attn, on any provider.
 
     Returns:
         ``[batch, heads, q_len, value_dim]``; with ``return_lse`` also the log-sum-exp ``[batch, heads, q_len]``.
@@ -204,7 +217,7 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
         try:
             finetrainers.check_heads(call)
             positive = finetrainers.with_positive_scale(call)
-            attend = finetrainers.attention_with(attention, positive, _DEFAULTS, None)
+            attend = attention_with(attention, positive, _DEFAULTS, None)
             return finetrainers.run_dense(attend, positive, _DEFAULTS, smaller if _is_compiling() else None)[0]
         except SpecError:  # torch's own function supports the call or raises its own error
             pass
@@ -268,3 +281,97 @@ def is_table(mask: Any, query: Any) -> bool:
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.dim() != 4:
         return False
     return mask.dtype in (torch.bool, torch.float32, query.dtype)
+
+
+def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
+    """Runs a call on a provider's kernel, or raises with every reason against it."""
+    check_tensors(call)
+    options = finetrainers.interpret(kwargs)
+    mask_mod, mask = None, call.attn_mask
+    if is_block_mask(mask) and provider is AttentionProvider.FLEX:
+        (batch, heads, q_len, _), kv_len = call.query.shape, call.key.shape[2]
+        mask_mod, mask = function_of(mask, batch, heads, q_len, kv_len, "attn_mask"), None
+    elif mask is not None:
+        check_tensor("attn_mask", mask)
+        mask = finetrainers.with_mask_axes(provider, call.query, call.key, mask)
+    call = finetrainers.with_positive_scale(call._replace(attn_mask=mask))
+    attend = attention_with(attention, call, options, provider)
+    if call.attn_mask is not None and provider in VARLEN:
+        results = _run_key_mask(provider, call, options, attend)
+    else:
+        results = finetrainers.run_dense(attend, call, options, mask_mod=mask_mod)
+    return results if options.return_lse else results[0]
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError or ShapeError unless the ranks of a mesh can share a row."""
+    from torch_frontend.context_parallel.mesh import group_names  # few programs have a mesh
+
+    group_names(mesh)
+
+
+def run_over_ranks(
+    shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwargs: Mapping[str, Any] | None
+) -> Any:
+    """Returns the result of a call on this rank's consecutive part of the positions.
+
+    Raises:
+        SpecError and its subclasses: for arguments that are invalid, or that ranks cannot share.
+        NoBackendError: if no backend, or not the provider's, can run a part of the call.
+    """
+    from torch_frontend.context_parallel.attention import context_parallel_attention
+
+    check_tensors(call)
+    options = finetrainers.interpret(kwargs)
+    if call.attn_mask is not None:
+        raise SpecError("attn_mask: expected None with a mesh, because every rank would need another part of it")
+    if call.is_causal:
+        raise SpecError(
+            "is_causal=True: expected False with a mesh; the host cuts rows into consecutive parts, but its causal "
+            "ring reads them in torch's head-and-tail order. torch_frontend.context_parallel_attention has layout="
+        )
+    call = finetrainers.with_positive_scale(call)
+    over_ranks = {"mesh": shared.mesh, "strategy": shared.strategy, "layout": "contiguous"}
+    rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, heads, shard, dim] -> [batch, shard, heads, dim]
+    out, lse = attention_with(context_parallel_attention, call, options, provider, **over_ranks)(*rows)
+    out = out.transpose(1, 2)
+    return (out, lse) if options.return_lse else out
+
+
+def check_tensors(call: DispatchCall) -> None:
+    """Raises TypeError, SpecError or one of its subclasses for query, key and value."""
+    for name, tensor in zip(finetrainers.NAMES, call[:3], strict=True):
+        check_tensor(name, tensor)
+    finetrainers.check_operands(call, any_dtypes=autocast_dtype(call.query.device) is not None)
+
+
+def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
+    """Runs a varlen provider's mask of keys: flash_varlen packs the visible keys, sage_varlen runs row by row."""
+    keep = finetrainers.key_mask(provider, call, options, without_copies(call.attn_mask))
+    if provider is SAGE_VARLEN and not call.is_causal and 0 not in (len(call.key), call.key.shape[2]):
+        return _run_rows(attend, call, keep.expand(call.key.shape[0], call.key.shape[2]))
+    return finetrainers.run_key_mask(
+        provider, call, options, attend, keep, torch, lambda tensor, places: tensor.index_select(0, places)
+    )
+
+
+def _run_rows(attend: Attend, call: DispatchCall, keep: Tensor) -> Results:
+    """Runs each row on the keys that it sees, for a kernel that has neither masks nor documents.
+
+    The number of keys depends on the mask's values, so this waits for the device.
+    """
+    q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
+    results = [
+        attend(q[row : row + 1], k[row : row + 1, visible], v[row : row + 1, visible], causal=False)
+        for row, visible in enumerate(keep)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs).transpose(1, 2), None if lses[0] is None else torch.cat(lses)
+
+
+def without_copies(mask: Tensor) -> Tensor:
+    """Returns the mask with one entry for all heads, and one for all queries, if that axis was expanded."""
+    if mask.dim() == 4:
+        for axis in (1, 2):
+            mask = mask.narrow(axis, 0, 1) if mask.shape[axis] > 1 and mask.stride(axis) == 0 else mask
+    return mask
