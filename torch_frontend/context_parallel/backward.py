@@ -14,7 +14,6 @@ from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.on_torch.places import Places, add_border
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
-from attn_core.context_parallel.on_torch.two_streams import TwoStreams
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import forward
@@ -123,13 +122,8 @@ Steps = Callable[[Lend], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGrad
 
 def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
     rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
-    streams = TwoStreams(saved.q.device, len(plan.steps), waits_for_host=plan.waits_for_host[1])
-    for step, tiles, (k, v) in streams.blocks(keys.blocks()):
-        gradients = []
-        for at, tile in enumerate(tiles):
-            # A message follows the work of the current stream, so a step on the second one writes into none.
-            totals = lend(step, tile) if not at and (step.own or not streams.on_second) else ()
-            gradients.append(streams.results(tile_gradients, tile, rows, k, v, totals))
+    for step, tiles, (k, v) in keys.blocks():
+        gradients = [tile_gradients(tile, rows, k, v, () if at else lend(step, tile)) for at, tile in enumerate(tiles)]
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -113,13 +113,8 @@ def own_heads(plan: RankPlan, vector: Tensor, group: int) -> Tensor:
 
 def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
     """Returns (out ``[batch, places, heads, value_dim]`` in the dtype of sums, lse ``[batch, heads, places]``)."""
-    about: dict[str, Any] = {
-        "count": len(plan.steps),
-        "waits_for_host": plan.waits_for_host[0],
-        "dtype": plan.q_dtype,
-        "lse_dtype": plan.lse_dtype,
-    }
-    return rows.attend(keys.blocks(), block[0], block[2].shape[3], covered=plan.covered, **about)
+    dtypes = {"dtype": plan.q_dtype, "lse_dtype": plan.lse_dtype}
+    return rows.attend(keys.blocks(), block[0], block[2].shape[3], covered=plan.covered, **dtypes)
 
 
 def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:

@@ -40,7 +40,6 @@ class RankPlan(NamedTuple):
         gathers: whether this rank receives the keys of all other ranks at once.
         q_dtype, own_dtype, sent_dtype: the dtypes of sums, see ``ContextCall.accumulator``.
         lse_dtype: of the log-sum-exp, and of wide sums.
-        waits_for_host: whether the host takes longer to launch a forward, and a backward, than the device to run it.
     """
 
     call: ContextCall
@@ -59,7 +58,6 @@ class RankPlan(NamedTuple):
     own_dtype: torch.dtype
     sent_dtype: torch.dtype
     lse_dtype: torch.dtype
-    waits_for_host: tuple[bool, bool] = (False, False)
 
 
 def prepare(request: Request) -> RankPlan:
@@ -68,10 +66,7 @@ def prepare(request: Request) -> RankPlan:
     axes = tuple(map(find_axis, request.axes))
     if len(axes) == 1:
         axes = (SINGLE_RANK, *axes) if choice.strategy == "ulysses" else (*axes, SINGLE_RANK)
-    plan, cost = build_rank_plan(call, *axes, request.device), choice.cost
-    if cost is None:
-        return plan
-    return plan._replace(waits_for_host=(cost.forward.waits_for_host, cost.backward.waits_for_host))
+    return build_rank_plan(call, *axes, request.device)
 
 
 def explain_request(request: Request) -> Explanation:

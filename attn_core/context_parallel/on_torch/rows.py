@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.tiles import TileRun, merge_tile
-from attn_core.context_parallel.on_torch.two_streams import TwoStreams
 
 Tensor = Any
 
@@ -35,8 +34,6 @@ def attend(
     q: Tensor,
     value_dim: int,
     *,
-    count: int = 1,
-    waits_for_host: bool = False,
     covered: bool,
     dtype: Any,
     lse_dtype: Any,
@@ -45,7 +42,6 @@ def attend(
 
     Args:
         steps: each step, its tiles and its (k, v); a block of keys is freed before the next one is asked for.
-        count: the number of steps. waits_for_host: see ``TwoStreams``.
         covered: whether the tiles write every row, so that the output needs no zeros.
         dtype: of out, in which results are merged; lse_dtype: that of lse.
     """
@@ -54,10 +50,7 @@ def attend(
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, value_dim)
     out = lse = None
-    streams = TwoStreams(q.device, count, waits_for_host=waits_for_host)
-    for _, tiles, (k, v) in streams.blocks(steps):
-        if out is None:  # also in a second step, if the first one had no tile: nothing overlaps it
-            streams.join()
+    for _, tiles, (k, v) in steps:
         for tile in tiles:
             if out is None and not tile.rows.is_whole(rows):
                 out = q.new_empty(shape, dtype=dtype)
@@ -68,7 +61,7 @@ def attend(
                 if direct:
                     tile.rows.put(lse, tile.attend_into(q, k, v, out), 2)
                     continue
-            part_out, part_lse = streams.results(tile.attend, q, k, v)
+            part_out, part_lse = tile.attend(q, k, v)
             if out is None:  # the first result covers all rows: take it without a copy
                 out, lse = part_out.to(dtype), part_lse
                 continue
