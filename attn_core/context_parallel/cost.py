@@ -23,29 +23,26 @@ from attn_core.context_parallel.call import keeps_borders, keeps_gathered, kv_re
 from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
 from attn_core.context_parallel.tiles import Tile
 
-# Measured on NVIDIA H200s of one host, bfloat16, heads of 128 channels.
+# Measured on NVIDIA H200s of one host, in bfloat16. With 10 % more or less of one of them, the choice changes for at
+# most one of the measured rows.
 MEASURED_ON = "NVIDIA H200"
-PRODUCTS = 740e12, 675e12
-"""Floating-point operations a second of a forward's kernels, and of a backward's, for two bytes an element."""
-WIDE = 1.0, 1.5
-"""How many times as long a forward and a backward take with more than 128 channels."""
-KERNEL = 15e-6
-"""Seconds in which a kernel starts and ends."""
+PRODUCTS = 700e12
+"""Floating-point operations a second of kernels, for two bytes an element."""
 MEMORY = 4.3e12
 """Bytes a second that the device's memory moves, reads and writes together."""
 TRAFFIC = 1, 8
 """How often a kernel moves the bytes of its operands and results: in a backward also their gradients, several times."""
-LATENCY, LINK = 45e-6, 300e9
-"""Seconds of an empty exchange by NCCL, and bytes a second that a rank receives over NVLink."""
+LINK = 300e9
+"""Bytes a second that a rank receives over NVLink."""
 RANKS_PER_HOST, NETWORK = 8, 48e9
 """Assumed, not measured: hosts of eight GPUs, and bytes a second from other hosts by a port of 400 Gb/s."""
 PROLONGS = 0.5
 """The share of its time by which an exchange prolongs kernels that run beside it."""
-LAUNCHES = {"call": 200e-6, "tile": 160e-6, "gather": 100e-6, "hop": 220e-6, "heads": 500e-6, "run": 45e-6}
-"""Seconds in which the host launches a forward of torch: once for each call; for each tile, gather of keys and hop of a
-ring; once if heads are exchanged; and for each run of positions in a shard after the first one."""
-LAUNCHES_BACKWARD = 2.5
-"""How many times as long the host launches a backward."""
+LAUNCH = 185e-6
+"""Seconds in which the host of torch launches a call, a tile, or a gather of keys."""
+LAUNCHES = {"hop": 1.5, "heads": 3.0, "run": 0.25}
+"""How many times as long it launches a hop of a ring, all exchanges of heads, and each run of positions in a shard
+after the first one."""
 
 GIB = 2.0**30
 ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -142,28 +139,26 @@ def _direction(spec: AttentionSpec, plan: ContextPlan, *, launched: bool, backwa
     own = (queries * (spec.head_dim + spec.value_dim) + kv) * element * (2 if backward else 1)
     keys, gradients = kv * element, kv * (element if plan.sends_single_gradients else accumulator)
 
+    shares = _shares(plan)
     kept = backward and (keeps_gathered(spec, plan) or keeps_borders(spec, plan))
-    beside = [0.0 if kept else keys * share for share in _shares(plan)]  # what travels beside kernels
-    after: list[float] = []  # what nothing hides
-    if backward:
-        sent = [gradients * share for share in _shares(plan)]
-        # Gradients of kept keys come first and travel during the own step. Those of a ring follow their block, so only
-        # the last hop waits; those of gathered keys all come last.
-        waiting = 0 if kept else 1 if plan.strategy == "ring" else len(sent)
-        beside, after = beside + sent[: len(sent) - waiting], sent[len(sent) - waiting :]
+    received = (0.0 if kept else keys * sum(shares)) + (gradients * sum(shares) if backward else 0.0)
+    exposed = 0.0  # what no kernel hides: gathered keys' gradients come last, those of a ring follow their block
+    if backward and not kept:
+        exposed = gradients * sum(shares[-1:] if plan.strategy == "ring" else shares)
     held = own + _buffers(plan, keys, gradients if backward else 0.0)
     if any(plan.max_tiles_per_query(part) > ROUNDED_ONCE for part in range(plan.outer)):  # sums of a wider dtype
         held += queries * (spec.head_dim if backward else spec.value_dim) * accumulator
-    device = _kernels_and_exchanges(plan, _kernel_seconds(spec, plan, backward), beside, after)
+    kernels, hidden = _kernel_seconds(spec, plan, backward), _exchange(plan, received - exposed)
+    device = max(kernels, hidden) + PROLONGS * min(kernels, hidden) + _exchange(plan, exposed)
     if plan.gathers and _is_reordered(plan):
         device += 2 * plan.outer * keys / MEMORY
-    received = sum(beside) + sum(after)
     if plan.inner > 1:
-        device += _seconds_of_heads(plan, own)
-        received += own * (plan.inner - 1) / plan.inner
+        exchanged = own * (plan.inner - 1) / plan.inner
+        far = (plan.inner - min(plan.inner, RANKS_PER_HOST)) / (plan.inner - 1)
+        device += max(exchanged / LINK, exchanged * far / NETWORK) + 2 * own / MEMORY  # copied in order
+        received += exchanged
         held += own  # as shards, and as heads of the part's positions
-    host = _host_seconds(plan) * (LAUNCHES_BACKWARD if backward else 1) if launched else 0.0
-    return DirectionCost(device, host, received, held)
+    return DirectionCost(device, _host_seconds(plan) if launched else 0.0, received, held)
 
 
 def _shares(plan: ContextPlan) -> list[float]:
@@ -171,67 +166,46 @@ def _shares(plan: ContextPlan) -> list[float]:
     return [plan.outer - 1.0 if step.gathered else plan.share_sent(step) for step in plan.steps if not step.own]
 
 
-def _kernels_and_exchanges(
-    plan: ContextPlan, steps: list[list[float]], beside: list[float], after: list[float]
-) -> float:
-    """Returns the seconds of the busiest part's kernels and of the exchanges between parts."""
-    if any(step.moves for step in plan.steps):  # a block moves on once the slowest part has it
-        steps = [[max(of_step)] for of_step in steps]
-    busiest = max(zip(*steps, strict=True), key=sum, default=(0.0,))
-    # Gathered keys travel during the own step alone, hops during every step.
-    during_own = busiest[0] if plan.steps and plan.steps[0].own else 0.0
-    overlapped = during_own if plan.gathers else sum(busiest)
+def _exchange(plan: ContextPlan, size: float) -> float:
+    """Returns the seconds in which a rank receives bytes from other parts."""
     far = 1.0 if plan.world > RANKS_PER_HOST else 0.0  # a hop is as slow as the one between hosts
     if plan.gathers:  # the parts on one host divide what comes from other hosts among themselves
         near = min(plan.outer, max(1, RANKS_PER_HOST // plan.inner))
         far = (plan.outer - near) / (near * (plan.outer - 1))
-    hidden, exposed = (sum(_exchange(size, far) for size in sizes) for sizes in (beside, after))
-    return sum(busiest) - overlapped + max(overlapped, hidden) + PROLONGS * min(overlapped, hidden) + exposed
+    return max(size / LINK, size * far / NETWORK)
 
 
-def _seconds_of_heads(plan: ContextPlan, size: float) -> float:
-    """Returns the seconds in which a part's ranks exchange heads for positions and back, and copy them in order."""
-    far = (plan.inner - min(plan.inner, RANKS_PER_HOST)) / (plan.inner - 1)
-    received = size * (plan.inner - 1) / plan.inner
-    return 2 * _exchange(received / 2, far) + 2 * size / MEMORY
-
-
-def _exchange(size: float, far: float) -> float:
-    """Returns the seconds in which a rank receives bytes, a share of them from other hosts; 0 if nothing is sent."""
-    return LATENCY + max(size / LINK, size * far / NETWORK) if size else 0.0
-
-
-def _kernel_seconds(spec: AttentionSpec, plan: ContextPlan, backward: bool) -> list[list[float]]:
-    """Returns the seconds that each part computes in each step, sums of results included."""
+def _kernel_seconds(spec: AttentionSpec, plan: ContextPlan, backward: bool) -> float:
+    """Returns the seconds that the busiest part computes, sums of results included."""
     heads = spec.batch * spec.num_heads / plan.inner
     kv_heads = spec.batch * spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner) / plan.inner
     width, element = spec.head_dim + spec.value_dim, ELEMENT[spec.dtype]
     work = 2.0 * heads * width * (BACKWARD_WORK if backward else 1) * element / 2  # wider types are as much slower
-    work *= WIDE[backward] if width > 2 * 128 else 1
 
     def seconds(tile: Tile, *, merges: bool) -> float:
         operands = (tile.q_len * heads + tile.k_len * kv_heads) * width  # q and out, k and v
         traffic = operands * element * TRAFFIC[backward]
         if merges:  # the sum is read and written, the kernel's own result read
             traffic += tile.q_len * heads * spec.value_dim * 3 * element
-        return tile.pairs * work / PRODUCTS[backward] + traffic / MEMORY + KERNEL
+        return tile.pairs * work / PRODUCTS + traffic / MEMORY
 
-    return [[sum(seconds(tile, merges=not step.own) for tile in tiles) for tiles in step.tiles] for step in plan.steps]
+    steps = [[sum(seconds(tile, merges=not step.own) for tile in tiles) for tiles in step.tiles] for step in plan.steps]
+    if any(step.moves for step in plan.steps):  # a block moves on once the slowest part has it
+        return sum(map(max, steps))
+    return max(map(sum, zip(*steps, strict=True)), default=0.0)
 
 
 def _host_seconds(plan: ContextPlan) -> float:
-    """Returns the seconds in which the busiest rank's host launches a forward; 0 for one rank, which needs no plan."""
+    """Returns the seconds in which the busiest rank's host launches a forward, or a backward; 0 for a single rank."""
     if plan.world == 1:
         return 0.0
     tiles = max(
         (sum(map(len, of_part)) for of_part in zip(*(step.tiles for step in plan.steps), strict=True)), default=0
     )
-    seconds = LAUNCHES["call"] + LAUNCHES["tile"] * tiles
-    seconds += sum(LAUNCHES["gather" if step.gathered else "hop"] for step in plan.steps if not step.own)
-    if plan.inner > 1:
-        seconds += LAUNCHES["heads"]
+    exchanges = sum(1 if step.gathered else LAUNCHES["hop"] for step in plan.steps if not step.own)
+    heads = LAUNCHES["heads"] if plan.inner > 1 else 0
     runs = max(len(block.runs) for block in plan.q_blocks)
-    return seconds + LAUNCHES["run"] * max(0, runs - 1)
+    return LAUNCH * (1 + tiles + exchanges + heads + LAUNCHES["run"] * max(0, runs - 1))
 
 
 def _buffers(plan: ContextPlan, keys: float, gradients: float) -> float:
