@@ -34,7 +34,6 @@ def state_of(allocator: PageAllocator) -> Any:
     return (
         list(allocator._free),
         list(allocator._holders),
-        list(allocator._idle),
         dict(allocator._held),
         dict(allocator._swapped),
         allocator.now,

@@ -7,7 +7,6 @@ chains of forks, and thousands of refusals.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -319,9 +318,9 @@ class Model:
             there = [content for page in pages for content in self.pool[page]][: len(text)]
             assert there == [(salt, text[: at + 1]) for at in range(len(text))], "other keys than those of its tokens"
         assert allocator.free_pages == self.num_pages - len(holders)
-        free = [*allocator._free, *allocator._idle]
+        free = [*allocator._free]
         assert sorted(free) == sorted(self.free_pages()), "each free page once, and no page of a sequence"
-        assert [*allocator._idle] == self.idle and allocator.swapped == tuple(self.swapped)
+        assert free[len(free) - len(self.idle) :] == self.idle and allocator.swapped == tuple(self.swapped)
         known = {page: (chain.salt, chain.all_tokens()) for page, chain in allocator._contents._chain_of.items()}
         assert known == self.contents
         for page, (salt, text) in known.items():
@@ -366,9 +365,11 @@ def _hashed(tokens: Any, *arguments: Any, **options: Any) -> list[Text]:
     return [tuple(map(hash, each)) for each in pages_of_tokens(tokens, *arguments, **options)]
 
 
-def _the_newest_first(self: PageAllocator) -> Iterator[int]:
-    self._idle = dict.fromkeys(reversed(self._idle))
-    return NEXT(self)
+def _the_newest_first(self: PageAllocator, page: int) -> bool:
+    is_free = RELEASE(self, page)
+    if is_free:
+        self._free.move_to_end(page, last=False)
+    return is_free
 
 
 def _without_copies(self: PageAllocator, tokens: Any) -> Growth:
@@ -380,11 +381,12 @@ def _without_copies(self: PageAllocator, tokens: Any) -> Growth:
 
 def _too_late(self: PageAllocator, pages: int, name: Any) -> list[int]:
     if pages > self.free_pages and self.free_pages:
-        self._take(next(NEXT(self)))
+        self._take(next(iter(self._free)))
     return ROOM_FOR(self, pages, name)
 
 
-NEXT, ROOM_FOR, GROW, FIND = PageAllocator._next, PageAllocator._room_for, PageAllocator.grow, PageContents.find
+ROOM_FOR, GROW, FIND = PageAllocator._room_for, PageAllocator.grow, PageContents.find
+RELEASE = PageAllocator._release
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a page that two sequences write": (PageAllocator, "_take", lambda self, page: None),
     "a lost page": (PageAllocator, "_release", lambda self, page: False),
@@ -393,7 +395,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "hashes that are not compared": (allocator, "pages_of_tokens", _hashed),
     "a salt that is left out": (PageContents, "find", lambda self, salt, contents: FIND(self, None, contents)),
     "content that is not forgotten": (PageContents, "forget", lambda self, page: page in self),
-    "eviction of the newest page": (PageAllocator, "_next", _the_newest_first),
+    "eviction of the newest page": (PageAllocator, "_release", _the_newest_first),
     "a swap of a shared page": (PageAllocator, "check_unshared", lambda self, name: self.length(name)),
     "a fork that keeps the content of pages it does not have": (Chain, "cut", lambda self, depth: self),
 }

@@ -15,8 +15,9 @@ books of free pages follow from the records, so ``_recount`` repairs them after 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ UNUSED = -1
 """The entry of a block table after a sequence's last page."""
 
 
+@dataclass(eq=False, slots=True)
 class Chain:
     """The content of a page and of all pages before it.
 
@@ -39,13 +41,12 @@ class Chain:
         after: the chains that continue this one, by their tokens.
     """
 
-    __slots__ = ("after", "before", "depth", "pages", "salt", "tokens")
-
-    def __init__(self, salt: Hashable, before: Chain | None = None, tokens: tuple[int, ...] = ()) -> None:
-        self.salt, self.before, self.tokens = salt, before, tokens
-        self.depth: int = 0 if before is None else before.depth + 1
-        self.pages: dict[int, None] = {}  # a set with an order, so that runs are equal
-        self.after: dict[tuple[int, ...], Chain] = {}
+    salt: Hashable
+    before: Chain | None = None
+    tokens: tuple[int, ...] = ()
+    depth: int = 0
+    pages: dict[int, None] = field(default_factory=dict)  # a set with an order, so that runs are equal
+    after: dict[tuple[int, ...], Chain] = field(default_factory=dict)
 
     def cut(self, depth: int) -> Chain:
         """Returns the chain of the first ``depth`` pages, or this one if it has no more."""
@@ -102,7 +103,7 @@ class PageContents:
         """
         if chain.before is None:  # a beginning is dropped when nothing follows it
             chain = self._beginnings.setdefault(chain.salt, chain)
-        following = chain.after.get(tokens) or Chain(chain.salt, chain, tokens)
+        following = chain.after.get(tokens) or Chain(chain.salt, chain, tokens, chain.depth + 1)
         known = self._chain_of.get(page)
         if known is not None and known is not following:
             raise SpecError(
@@ -262,8 +263,8 @@ class PageAllocator:
         self.now = 0
         self._held: dict[Hashable, Held] = {}
         self._swapped: dict[Hashable, Held] = {}  # sequences whose pages are elsewhere
-        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
-        self._idle: dict[int, None] = {}  # also free, but with known content; the page that is taken first comes first
+        # In the order in which they are taken: the page freed last first, and those with known content last.
+        self._free = OrderedDict[int, None].fromkeys(range(self.num_pages))
         self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
         self._contents = PageContents()
         self._hits = self._misses = self._evictions = 0
@@ -284,7 +285,7 @@ class PageAllocator:
     @property
     def free_pages(self) -> int:
         """The number of pages of no sequence. Those that are still found by their content count, too."""
-        return len(self._free) + len(self._idle)
+        return len(self._free)
 
     @property
     def swapped(self) -> tuple[Hashable, ...]:
@@ -322,7 +323,7 @@ class PageAllocator:
 
     def prefix_report(self) -> PrefixReport:
         """Returns how many pages were found by their content, and which ones were evicted."""
-        cached = sum(page in self._contents for page in self._idle)
+        cached = sum(page in self._contents for page in self._free)
         return PrefixReport(cached, self._hits, self._misses, self._evictions, tuple(self._evicted))
 
     def __str__(self) -> str:
@@ -338,7 +339,7 @@ class PageAllocator:
         used = report.num_pages - report.free
         lines = [f"{report.num_pages} pages of {size} tokens: {used} used, {report.shared} of them shared"]
         for page, (tokens, names) in enumerate(zip(filled, readers, strict=True)):
-            is_cached = page in self._idle and page in self._contents
+            is_cached = page in self._free and page in self._contents
             state = ", ".join(names) or ("cached" if is_cached else "free")
             tokens = size if is_cached else tokens
             lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {state}")
@@ -400,7 +401,7 @@ class PageAllocator:
     def grow(self, tokens: Mapping[Hashable, int]) -> Growth:
         """Plans to extend each sequence by its number of tokens; changes nothing."""
         check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
-        size, free, changed = self.page_size, self._next(), self.now + 1
+        size, free, changed = self.page_size, iter(self._free), self.now + 1
         needed, records, taken, overwritten = 0, dict[Hashable, Held](), list[int](), list[int]()
         copied, source, target = dict[int, int](), list[int](), list[int]()
         for name, tokens_of in tokens.items():
@@ -506,7 +507,7 @@ class PageAllocator:
         Raises:
             SpecError: for a token that is no int, or a salt that is not hashable.
         """
-        _, pages = self._find(tokens, salt, check_is_tokens(tokens) // self.page_size)
+        _, pages, _ = self._find(tokens, salt)
         cached = sum(not self._holders[page] for page in pages)
         return Match(len(pages) * self.page_size, tuple(pages), cached)
 
@@ -523,8 +524,7 @@ class PageAllocator:
             SpecError: as ``match`` does, and if a sequence of that name exists.
         """
         self._check_new(name)
-        most = max(check_is_tokens(tokens) - 1, 0) // self.page_size
-        chain, pages = self._find(tokens, salt, most)
+        chain, pages, most = self._find(tokens, salt, left=1)
         found = len(pages) * self.page_size
         self._commit({name: self._started(pages, found, chain)}, shared=pages)
         self._hits += len(pages)
@@ -557,9 +557,12 @@ class PageAllocator:
         """Returns the tokens that ``record`` keeps of a sequence: those of its first full pages."""
         return self._known(name).chain.all_tokens()
 
-    def _find(self, tokens: Any, salt: Hashable, most: int) -> tuple[Chain, list[int]]:
+    def _find(self, tokens: Any, salt: Hashable, left: int = 0) -> tuple[Chain, list[int], int]:
+        """Returns the chain and the pages that begin with the first tokens, all but ``left``, and how many could."""
         check_hashable("salt", salt)
-        return self._contents.find(salt, pages_of_tokens(tokens, self.page_size, stop=most))
+        most = max(check_is_tokens(tokens) - left, 0) // self.page_size
+        contents = pages_of_tokens(tokens, self.page_size)[:most]
+        return *self._contents.find(salt, contents), len(contents)
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
         """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.
@@ -605,7 +608,7 @@ class PageAllocator:
         """Gives sequences their new records, and books the pages.
 
         Args:
-            taken: the first of ``_next``. shared: pages that have one more sequence now.
+            taken: the first of the free pages. shared: pages that have one more sequence now.
             left: pages of several sequences that have one fewer now.
         """
         try:
@@ -616,7 +619,7 @@ class PageAllocator:
             for page in left:
                 self._holders[page] -= 1
             for page in shared:
-                self._idle.pop(page, None)
+                self._free.pop(page, None)
                 self._holders[page] += 1
             for page in taken:
                 self._take(page)
@@ -644,24 +647,16 @@ class PageAllocator:
         holders = [0] * self.num_pages
         for page in [page for held in self._held.values() for page in held.pages]:
             holders[page] += 1
-        idle = {page: None for page in self._idle if not holders[page] and page in self._contents}
-        free = [page for page in self._free if not holders[page] and page not in idle]
-        lost = {page for page, count in enumerate(holders) if not count}.difference(free, idle)
-        idle |= dict.fromkeys(sorted(page for page in lost if page in self._contents))
-        free += sorted(lost.difference(idle), reverse=True)
-        self._holders, self._free, self._idle = holders, free, idle
-
-    def _next(self) -> Iterator[int]:
-        """Returns the free pages in the order in which they are taken, the idle ones last."""
-        return itertools.chain(reversed(self._free), self._idle)
+        lost = {page for page, count in enumerate(holders) if not count}.difference(self._free)
+        recorded = {page for page in lost if page in self._contents}
+        kept = [page for page in self._free if not holders[page]]
+        self._free = OrderedDict.fromkeys([*sorted(lost - recorded), *kept, *sorted(recorded)])
+        self._holders = holders
 
     def _take(self, page: int) -> None:
         """Takes the next free page."""
-        if self._free:
-            self._free.pop()
-        else:
-            self.evict([page])  # first: from now on it may get other content
-            del self._idle[page]
+        self.evict([page])  # first: from now on it may get other content
+        del self._free[page]
         self._holders[page] = 1
 
     def _release(self, page: int) -> bool:
@@ -669,10 +664,8 @@ class PageAllocator:
         self._holders[page] -= 1
         if self._holders[page]:
             return False
-        if page in self._contents:
-            self._idle[page] = None  # behind all others
-        else:
-            self._free.append(page)
+        self._free[page] = None
+        self._free.move_to_end(page, last=page in self._contents)
         return True
 
     def _room_for(self, pages: int, name: Hashable) -> list[int]:
@@ -682,7 +675,7 @@ class PageAllocator:
                 f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
                 f"{self.num_pages} are free; free a sequence, or make the pool larger"
             )
-        return list(itertools.islice(self._next(), pages))
+        return list(itertools.islice(self._free, pages))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -708,8 +701,8 @@ class PageAllocator:
         return int(tokens)
 
 
-def pages_of_tokens(tokens: Any, page_size: int, start: int = 0, stop: int | None = None) -> list[tuple[int, ...]]:
-    """Returns the contents of the full pages ``start`` to ``stop`` (all that are full if None) of a text.
+def pages_of_tokens(tokens: Any, page_size: int, start: int = 0) -> list[tuple[int, ...]]:
+    """Returns the contents of the full pages of a text, from page ``start`` on.
 
     Args:
         tokens: token ids from the beginning of the text: a sequence of ints, or a numpy array of an integer dtype.
@@ -717,8 +710,7 @@ def pages_of_tokens(tokens: Any, page_size: int, start: int = 0, stop: int | Non
     Raises:
         SpecError: naming the first token from page ``start`` on that is no int.
     """
-    full = check_is_tokens(tokens) // page_size
-    stop = full if stop is None else min(stop, full)
+    stop = check_is_tokens(tokens) // page_size
     each = tokens[start * page_size :]
     # Plain ints, because numpy's take longer to hash and to compare.
     ids: Sequence[Any] = each.tolist() if isinstance(each, np.ndarray) else each
