@@ -21,7 +21,6 @@ import json
 import os
 import time
 import zlib
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from threading import Event, Lock, Thread
@@ -97,8 +96,8 @@ class Meeting:
 
     Attributes:
         known: what ``play`` needs of each call that all ranks made before, by its text.
-        unsettled: the numbers of exchanges that this rank has begun and another rank refused, and of calls that this
-            rank refused before all others came to them.
+        unsettled: the errors of exchanges that this rank has begun and another rank refused, and of calls that this
+            rank refused before all others came to them, by their numbers.
     """
 
     def __init__(
@@ -114,10 +113,9 @@ class Meeting:
         self._asked: set[int] = set()
         self._agreed = 0  # the number of the last meeting in which all ranks made the same call
         self.known: dict[str, Any] = {}
-        self.unsettled: set[int] = set()
-        self._heard = self._apart = self._final = ""
-        """The error of the last rank that asked, the difference that the watcher found, and the error of all later
-        calls."""
+        self.unsettled: dict[int, str] = {}
+        self._apart = self._final = ""
+        """The difference that the watcher found, and the error of all later calls."""
         _start_watcher(self, watched, min(POLL * size, 2.0))
 
     def begin(self, exchange: Exchange) -> None:
@@ -152,8 +150,7 @@ class Meeting:
             TimeoutError: if a rank does not come.
         """
         self._settle_earlier()
-        number = self._write(Answer(call))
-        answers = self._collect(number)
+        number, answers = self._answer(Answer(call))
         if any(each.text != call for each in answers if each):
             self._settle(number, answers)
         # Every rank has read the answers of the last one, because it came to this one. Answers to refusals stay: a rank
@@ -181,21 +178,16 @@ class Meeting:
         """
         self._settle_earlier(LONGEST_REFUSAL)
         first_line = "".join(str(error).splitlines()[:1])
-        self._tell(Answer(f"{type(error).__name__}: {first_line}"))
+        self._settle(*self._answer(Answer(f"{type(error).__name__}: {first_line}"), LONGEST_REFUSAL))
 
-    def _tell(self, refusal: Answer) -> None:
-        """Refuses the next exchange."""
-        number = self._write(refusal)
-        self._settle(number, self._collect(number, LONGEST_REFUSAL))
-
-    def _write(self, answer: Answer) -> int:
-        """Writes this rank's answer at the next number, and returns the number."""
+    def _answer(self, answer: Answer, seconds: float | None = None) -> tuple[int, list[Answer | None]]:
+        """Writes this rank's answer at the next number; returns the number, and the answers of all ranks."""
         with self._lock:
             number = self._count + 1
             self._answered.append(number)
             self._asked.discard(number)
         self._store.set(f"{number}/{self._rank}", json.dumps(answer))
-        return number
+        return number, self._collect(number, seconds)
 
     def _collect(self, number: int, seconds: float | None = None) -> list[Answer | None]:
         """Waits for every rank's answer at a number.
@@ -203,7 +195,7 @@ class Meeting:
         Args:
             seconds: after which it returns None for ranks that did not come; None raises an error after the timeout.
         """
-        began, pause, asked = time.monotonic(), 1e-4, False
+        began, asked = time.monotonic(), False
         answers: list[Answer | None] = [None] * self._size
         while True:
             for rank in range(self._size):
@@ -222,8 +214,7 @@ class Meeting:
             patient = seconds is None or any(each and each.begun for each in answers)
             if waited > (self._timeout if patient or seconds is None else seconds):
                 break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            time.sleep(min(1e-4 + waited, 0.02))
         if seconds is not None:
             return answers
         absent = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer is None)
@@ -247,13 +238,14 @@ class Meeting:
             try:
                 answers = self._collect(number, seconds)
             except RuntimeError as error:  # the process that has the store ended, perhaps with its own error
-                self._final = self._heard
+                self._final = self.unsettled[number]
                 raise SpecError(self._final) from error
             if None in answers:
                 return
             self._settle(number, answers, raises=raises)
         if self._apart and not self._final:
-            self._tell(Answer(self._apart, final=True))  # the others may be in their next exchange already
+            # The others may be in their next exchange already.
+            self._settle(*self._answer(Answer(self._apart, final=True), LONGEST_REFUSAL))
             self._final = self._apart
         if self._final:
             raise SpecError(self._final)
@@ -270,7 +262,7 @@ class Meeting:
         given = {rank: answer for rank, answer in enumerate(answers) if answer}
         calls = {rank: answer.text if answer else "did not come" for rank, answer in enumerate(answers)}
         if given[self._rank].begun and len(set(calls.values())) == 1:  # new to another rank alone, so it goes on
-            self.unsettled.discard(number)
+            self.unsettled.pop(number, None)
             return
         longest = max((answer.begun for answer in given.values()), key=len)
         try:
@@ -281,9 +273,9 @@ class Meeting:
             with self._lock:
                 self._count = max(self._count, number, number - 1 + len(longest))
                 if None in answers:
-                    self.unsettled.add(number)
+                    self.unsettled[number] = _listed(calls)
                 else:
-                    self.unsettled.discard(number)
+                    self.unsettled.pop(number, None)
                     self._begun.clear()
                     self._digest = 0
         late = ", ".join(str(rank) for rank, answer in given.items() if answer.late)
@@ -308,8 +300,7 @@ class Meeting:
             if not begun:
                 return  # answered long ago
             self._answered.append(number)
-            self._heard = _listed({asker: text})
-            self.unsettled.add(number)
+            self.unsettled[number] = _listed({asker: text})
             late = max(self._count - 1, self._ended) >= number
         answer = Answer(_shown(begun[0]), [[each.kind, each.call] for each in begun], late)
         store.set(f"{number}/{self._rank}", json.dumps(answer))
@@ -325,24 +316,19 @@ class Meeting:
         after = (self._rank + 1) % self._size
         if not store.check([f"exchanges/{after}"]):
             return
-        theirs = json.loads(store.get(f"exchanges/{after}"))
-        own = {number: (digest, exchange) for number, digest, exchange in begun[bisect_left(begun, (theirs[0][0],)) :]}
-        for number, digest, mark in theirs:
+        own = {number: (digest, exchange.mark.decode()) for number, digest, exchange in begun}
+        texts = {exchange.mark.decode(): exchange.text for _, _, exchange in begun}
+        for number, digest, mark in json.loads(store.get(f"exchanges/{after}")):
             if number in own and own[number][0] != digest:
-                self._apart = _describe_apart(number, begun, {self._rank: own[number][1].mark.decode(), after: mark})
+                marks = {self._rank: own[number][1], after: mark}
+                # With equal marks, an earlier exchange was another one.
+                named = texts if len(set(marks.values())) > 1 else {}
+                calls = {rank: named.get(mark, "another call") for rank, mark in marks.items()}
+                self._apart = (
+                    f"{_listed(calls, number)}\nAll ranks had made these calls before, so they were compared only "
+                    f"afterwards. Results since then may be wrong, and {FOR_EVER}"
+                )
                 return
-
-
-def _describe_apart(number: int, begun: list[tuple[int, int, Exchange]], marks: dict[int, str]) -> str:
-    """Returns the error of all later calls if ranks made different calls that all of them had made before."""
-    texts = {exchange.mark.decode(): exchange.text for _, _, exchange in begun}
-    if len(set(marks.values())) == 1:  # an earlier exchange was another one
-        texts = {}
-    calls = {rank: texts.get(mark, "another call") for rank, mark in marks.items()}
-    return (
-        f"{_listed(calls, number)}\nAll ranks had made these calls before, so they were compared only afterwards. "
-        f"Results since then may be wrong, and {FOR_EVER}"
-    )
 
 
 def _shown(exchange: Exchange) -> str:
