@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from attn_core.backends.shared.in_jax.sinks import sink_gradient
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered
@@ -161,7 +162,7 @@ def backward(
         dq = plan.shard_of_queries(dq.astype(q.dtype))
         shards.append((dq, plan.shard_of_keys(dk, k.dtype), plan.shard_of_keys(dv, v.dtype)))
         if sinks is not None and dsinks is not None:
-            own_gradient = tiles.sink_gradient(plan.own_sinks(sinks, group), saved)
+            own_gradient = sink_gradient(plan.own_sinks(sinks, group), saved.out, saved.lse, saved.dout, saved.dlse)
             dsinks = lax.dynamic_update_slice_in_dim(dsinks, own_gradient, plan.first_head(group), axis=0)
     dq, dk, dv = (join_groups(list(gradients)) for gradients in zip(*shards, strict=True))
     return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)

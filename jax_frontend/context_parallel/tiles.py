@@ -153,17 +153,6 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     return out * share.swapaxes(1, 2)[..., None], jnp.where(empty, -jnp.inf, after)
 
 
-def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
-    """Returns ``[heads]``: the sum of ``exp(sink - lse) * (dlse - sum(dout * out))`` over the rows that see a key."""
-    shift = -(saved.dout.astype(sinks.dtype) * saved.out.astype(sinks.dtype)).sum(-1).swapaxes(1, 2)
-    if saved.dlse is not None:
-        shift = shift + saved.dlse.astype(sinks.dtype)
-    empty = saved.lse == -jnp.inf
-    # The exponent of a row without keys would be inf.
-    weights = jnp.exp(sinks[:, None] - jnp.where(empty, 0, saved.lse))
-    return jnp.where(empty, 0, weights * shift).sum((0, 2))
-
-
 def gradients(
     context: TileContext,
     of_keys: str,

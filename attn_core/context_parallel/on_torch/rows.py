@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from attn_core.context_parallel.on_torch.places import Places
-from attn_core.context_parallel.on_torch.tiles import TileRun, merge_tile
+from attn_core.context_parallel.on_torch.tiles import TileRun
 
 Tensor = Any
 
@@ -52,21 +52,16 @@ def attend(
     out = lse = None
     for _, tiles, (k, v) in steps:
         for tile in tiles:
-            if out is None and not tile.rows.is_whole(rows):
+            if out is None and tile.rows.is_whole(rows):  # take the first result without a copy
+                out, lse = tile.attend(q, k, v)
+                out = out.to(dtype)
+                continue
+            if out is None:
                 out = q.new_empty(shape, dtype=dtype)
                 lse = q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
-                direct = tile.can_write(tile.rows, dtype)
                 if not covered:  # rows that no tile writes must be 0
-                    tile.rows.zero_others(out) if direct else out.zero_()
-                if direct:
-                    tile.rows.put(lse, tile.attend_into(q, k, v, out), 2)
-                    continue
-            part_out, part_lse = tile.attend(q, k, v)
-            if out is None:  # the first result covers all rows: take it without a copy
-                out, lse = part_out.to(dtype), part_lse
-                continue
-            merge_tile(tile, out, lse, part_out, part_lse)
-            del part_out, part_lse
+                    tile.rows.zero_others(out) if tile.can_write(tile.rows, dtype) else out.zero_()
+            tile.merge_into(q, k, v, out, lse)
         del k, v  # free this block: the next two blocks will be in memory
     if out is None:  # no key is visible
         return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
@@ -91,7 +86,7 @@ def tile_gradients(
     into = [buffers] if any(each is not None for each in buffers) else []
     gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None, *into)[:3]
     for buffer, gradient in zip(buffers, gradients, strict=True):
-        if buffer is not None and gradient is not buffer:  # as in ``TileRun.attend_into``
+        if buffer is not None and gradient is not buffer:  # as in ``TileRun.merge_into``
             buffer.copy_(gradient)
     own = (each[None] if spec.packed else each for each in gradients)
     # The lent tensors themselves, by which ``Total.add`` knows that nothing is left to do.

@@ -15,7 +15,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch.places import GatheredPlaces
-from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run, merge_tile
+from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.places import places_in_gathered, places_of_tile
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
@@ -157,17 +157,12 @@ def attend(
         keys = tuple(map(part_step.keys.take, keys))
     k, v = keys if len(keys) == 2 else keys[0].unbind(0)
     for at, run in enumerate(part_step.tiles):
-        direct = at == 0 and part_step.direct
-        if run.first and not direct and run.can_write(run.rows, out.dtype):
-            run.rows.put(lse, run.attend_into(q, k, v, out, _views(scratch, run)[1]), 2)
+        if at or not part_step.direct:
+            run.merge_into(q, k, v, out, lse, _views(scratch, run) if run.writes else ())
             continue
-        buffers = [results if direct else _views(scratch, run)] if run.writes else []
-        part_out, part_lse = run.attend(q, k, v, *buffers)
-        if not direct:
-            merge_tile(run, out, lse, part_out, part_lse)
-            continue
+        buffers = [results] if run.writes else []
         # A kernel may return other tensors than the buffers, for example if a buffer is not aligned for it.
-        for target, part in ((out, part_out), (lse, part_lse)):
+        for target, part in zip(results, run.attend(q, k, v, *buffers), strict=True):
             if part is not target:
                 target.copy_(part)
 

@@ -63,21 +63,25 @@ class TileRun(NamedTuple):
         # Buffers are contiguous, and a range of places is contiguous if there is one row.
         return self.writes and dtype == _dtype(self.spec.dtype) and self.spec.batch == 1 and places.is_one_range
 
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
-        """Writes the tile's output to its rows of ``out``, if ``can_write``; returns lse ``[batch, heads, rows]``.
+    def merge_into(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scratch: tuple[Tensor, ...] = ()
+    ) -> None:
+        """Merges the tile's results into its rows of out and lse, in place; overwrites the rows if it is ``first``.
 
         Args:
-            lse: a buffer of ``spec.lse_shape``, or None for new memory.
+            scratch: buffers of ``spec.out_shape`` and ``spec.lse_shape`` of a kernel that ``writes``; else ().
         """
+        if not (self.first and self.can_write(self.rows, out.dtype)):
+            merge_tile(self, out, lse, *self.attend(q, k, v, *([scratch] if scratch else [])))
+            return
         buffer = self.rows.take(out)
         buffer = buffer[0] if self.spec.packed else buffer
-        if lse is None:
-            lse = q.new_empty(self.spec.lse_shape, dtype=_dtype(self.spec.lse_dtype))
-        result, lse = self.forward(self.spec, self.inputs(q, k, v), (buffer, lse))
+        of_lse = scratch[1] if scratch else q.new_empty(self.spec.lse_shape, dtype=_dtype(self.spec.lse_dtype))
+        result, of_lse = self.forward(self.spec, self.inputs(q, k, v), (buffer, of_lse))
         # A kernel may return another tensor than the buffer, for example if the buffer is not aligned for it.
         if result is not buffer:
             buffer.copy_(result)
-        return lse[None] if self.spec.packed else lse
+        self.rows.put(lse, of_lse[None] if self.spec.packed else of_lse, 2)
 
 
 def build_tile_run(

@@ -20,8 +20,8 @@ def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     return (out.astype(lse.dtype) * by_row).astype(out.dtype), jnp.where(empty, lse, jnp.logaddexp(lse, logits))
 
 
-def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any) -> Any:
-    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks; nothing depends on lse.
+def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
+    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks; dlse is None if nothing needs lse.
 
     A row that sees no key adds nothing, whatever its dout is.
     """
@@ -29,6 +29,6 @@ def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any) -> Any:
 
     share = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)  # [heads, 1] against [..., heads, rows]
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).swapaxes(-1, -2)  # [..., heads, rows]
-    total = jnp.where(lse == -jnp.inf, 0, share * delta)
+    total = jnp.where(lse == -jnp.inf, 0, share * (delta if dlse is None else delta - dlse.astype(lse.dtype)))
     rows = tuple(axis for axis in range(total.ndim) if axis != total.ndim - 2)
     return -total.sum(rows).astype(sinks.dtype)
