@@ -16,7 +16,7 @@ are less even.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, compress, groupby, pairwise, product
@@ -56,11 +56,7 @@ class _Piece(NamedTuple):
     @property
     def work(self) -> int:
         """Twice the keys that the tokens see under a causal mask: ``length + 1`` for each token of whole pairs."""
-        return self.work_of(self.tokens)
-
-    def work_of(self, tokens: int) -> int:
-        """Returns the work of the first so many tokens."""
-        return self._work_before(self.start + tokens) - self._work_before(self.start)
+        return self._work_before(self.stop) - self._work_before(self.start)
 
     def _work_before(self, token: int) -> int:
         # The first token of pair i sees i + 1 keys, so twice them are ``length - token`` fewer than a pair's mean.
@@ -71,11 +67,6 @@ class _Piece(NamedTuple):
         work += self._work_before(self.start)
         below = max(self.start, int(work / (self.length + 1)))
         return min(below, below + 1, key=lambda stop: abs(self._work_before(stop) - work)) - self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole document."""
-        return self.tokens == self.length
 
     def positions(self, first: int) -> tuple[Range, ...]:
         """Returns the positions of the tokens of a document that begins at ``first``: two ranges if more is behind."""
@@ -110,7 +101,8 @@ def deal(documents: tuple[int, ...], world: int) -> tuple[tuple[Range, ...], ...
     first = {piece.document: rank for rank in range(world - 1, -1, -1) for piece in ranks[rank]}
 
     def in_shard(piece: _Piece) -> tuple[bool, int, int]:
-        return piece.is_whole, 0 if piece.is_whole else first[piece.document], piece.document
+        whole = piece.tokens == piece.length
+        return whole, 0 if whole else first[piece.document], piece.document
 
     return tuple(
         tuple(
@@ -217,7 +209,8 @@ def _stops(
     for piece in [*first[at : at + 1], *then] if at >= 0 else []:
         if work < done + piece.work:
             inside = piece.tokens_of(work - done)
-            yield before + inside, done + piece.work_of(inside), int(0 < inside < piece.tokens)
+            of_inside = piece._replace(stop=piece.start + inside).work
+            yield before + inside, done + of_inside, int(0 < inside < piece.tokens)
             yield before + piece.tokens, done + piece.work, 0
             break
         before, done = before + piece.tokens, done + piece.work
@@ -247,14 +240,12 @@ def _two_ends(line: list[_Piece], goal: _Goal) -> Iterator[tuple[list[_Piece], l
         at = min(bisect_right(starts, place), len(line)) - 1
         return sums[at] + (place - starts[at]) * (line[at].length + 1)
 
+    def has_its_share(back: int) -> bool:
+        taken = work_before(tokens - back) + sums[-1] - work_before(starts[-1] - back)
+        return taken <= sums[-1] / goal.ranks + 0.5
+
     # The fewest tokens from the back with which the rank has no more than its share of work.
-    few, many = 0, int(tokens)
-    while few < many:
-        back = (few + many) // 2
-        if work_before(tokens - back) + sums[-1] - work_before(starts[-1] - back) <= sums[-1] / goal.ranks + 0.5:
-            many = back
-        else:
-            few = back + 1
+    few = bisect_left(range(int(tokens)), True, key=has_its_share)
     for both in sorted({floor(tokens), ceil(tokens)}):
         for back in range(max(0, few - NEARBY), min(few + NEARBY, both) + 1) if few else (0,):
             taken, rest = _cut(line, both - back)
