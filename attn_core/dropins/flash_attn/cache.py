@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.arguments import ArrayFacts, check_one_place
+from attn_core.call.arguments import ArrayFacts, check_one_place, check_qkv
 from attn_core.call.kinds import check_int32, check_within, is_host_int
 from attn_core.call.options import Options, check_options
 from attn_core.dropins.flash_attn.arguments import CACHE
@@ -106,20 +106,15 @@ def _shown(name: str, table: str) -> str:
 
 def _check_attention(call: Cached, batch: int) -> None:
     """Checks what attention would find only after the new tokens are in the cache."""
-    heads, head_dim = call.q.shape[-2:]
-    rows, length, kv_heads, _ = call.k_cache.shape
-    if call.k_cache.shape[3] != head_dim:
-        raise ShapeError(f"k_cache: expected the head_dim of q ({head_dim}), got {call.k_cache.shape[3]}")
-    if not kv_heads or heads % kv_heads:
-        raise ShapeError(f"k_cache: expected kv heads that divide the {heads} query heads, got {kv_heads}")
-    if tuple(call.v_cache.shape[:3]) != (rows, length, kv_heads):
-        raise ShapeError(
-            f"v_cache: expected [{rows}, {length}, {kv_heads}, head_dim] as k_cache, got {list(call.v_cache.shape)}"
-        )
-    for name in ("k_cache", "v_cache", "k", "v"):
-        facts = getattr(call, name)
-        if facts is not None and facts.dtype != call.q.dtype:
-            raise DTypeError(f"{name}: expected the dtype of q, {call.q.dtype}, got {facts.dtype}; cast it")
+    facts = [each._replace(shape=(batch, *each.shape[-3:])) for each in call[:3]]
+    check_qkv(*facts, names=("q", "k_cache", "v_cache"))
+    heads, rows = call.q.shape[-2], call.k_cache.shape[0]
+    if call.v_cache.shape[0] != rows:
+        raise ShapeError(f"v_cache: expected the {rows} rows of k_cache, got {call.v_cache.shape[0]}")
+    for name in ("k", "v"):
+        new = getattr(call, name)
+        if new is not None and new.dtype != call.q.dtype:
+            raise DTypeError(f"{name}: expected the dtype of q, {call.q.dtype}, got {new.dtype}; cast it")
     if call.alibi_slopes is not None and tuple(call.alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ShapeError(
             f"alibi_slopes: expected [heads] = [{heads}] or [batch, heads] = [{batch}, {heads}], got "
