@@ -19,7 +19,10 @@ from torch._dynamo.testing import CompileCounter
 import jax_frontend
 import torch_frontend
 from attn_core import SpecError
+from attn_core.call.options import Options
+from attn_core.call.tensors import PagedInputs
 from attn_core.correctness.reference import append
+from torch_frontend.dispatch.op_arguments import OpOptions
 
 WIDTH, PAGES, PAGE_SIZE = 9, 20, 8
 SIZES = {"page_size": PAGE_SIZE, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "bound": 4}
@@ -139,16 +142,16 @@ def test_torch_opcheck_of_the_paged_ops() -> None:
     (q, *pools), tables = torch_arguments(make_paged((5, 3), (3, 1)))
     names = ("block_table", "seq_lens", "cu_seqlens_q")
     passed = [tables[name] for name in names]
-    none = (None,) * 2
-    torch.library.opcheck(
-        torch.ops.attn.paged_forward.default,
-        (q, *pools, *passed, None, 3, True, *none, None, None, False, True, "math"),
-    )
+    options = Options(causal=True, window=(None, None), max_len_q=3, return_lse=True)
+    how, given = OpOptions(options, False, False, "math"), PagedInputs(q, *pools, *passed)
+    torch.library.opcheck(torch.ops.attn.paged_forward.default, (*given, *how.arguments))
     new = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
-    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *passed))
+    none = (None,) * 2
+    by_tables = *passed, *none, *none, False, *none
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *by_tables))
     angles, places = (torch.zeros(9, 4), torch.ones(9, 4)), torch.tensor([5, -1, 0, 9])
-    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *passed, None, *angles, None, True))
-    by_slots = (None, None, None, places, *angles, torch.arange(4))
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *passed, None, *angles, None, True, *none))
+    by_slots = (None, None, None, places, *angles, torch.arange(4), False, *none)
     torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *by_slots))
     torch.library.opcheck(torch.ops.attn.apply_rotary.default, (new[0], *angles, torch.arange(4), False))
 

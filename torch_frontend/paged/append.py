@@ -126,25 +126,10 @@ def append_kv(
     return (k_pages, v_pages, *[each for each in scales if each is not None])
 
 
-def append(
-    k_pages: Any,
-    v_pages: Any,
-    k: Any,
-    v: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    slot_mapping: Any = None,
-    cos: Any = None,
-    sin: Any = None,
-    positions: Any = None,
-    interleaved: bool = False,
-    k_scales: Any = None,
-    v_scales: Any = None,
-) -> None:
-    """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
-    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved)
-    if not (k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, where)):
+def _append_op(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> None:
+    """Writes k and v into the pages. arguments: the fields of ``Places``, then k_scales and v_scales."""
+    *where, k_scales, v_scales = arguments
+    if not (k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, tuple(where))):
         _append(k_pages, v_pages, k, v, Places(*where), (k_scales, v_scales))
 
 
@@ -172,7 +157,7 @@ def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: 
 
 
 def gather(k: Tensor, k_pages: Tensor, places: Places, *, in_op: bool = False) -> Places:
-    """Returns places whose arrays are tensors on one device. ``append`` checks the values of those on the CPU.
+    """Returns places whose arrays are tensors on one device. ``_append`` checks the values of those on the CPU.
 
     in_op: whether the append becomes one op, which checks the values of all when it runs.
     """
@@ -451,12 +436,12 @@ _library = torch.library.Library("attn", "FRAGMENT")
 _library.define(
     # The marks (a!) to (d!) tell compilers that the op writes the pools and their scales, so they keep its order among
     # the reads. Scales by page are only read.
-    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor? block_table, Tensor? seq_lens, "
-    "Tensor? cu_seqlens_q, Tensor? slot_mapping=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
-    "bool interleaved=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> ()",
+    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, "
+    f"{', '.join(f'Tensor? {name}' for name in Places._fields[:-1])}, bool interleaved, "
+    "Tensor(c!)? k_scales, Tensor(d!)? v_scales) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-_library.impl("append_kv", append, "CompositeExplicitAutograd")
+_library.impl("append_kv", _append_op, "CompositeExplicitAutograd")
 # No results: the op only writes to its arguments.
 torch.library.register_fake("attn::append_kv", lambda *_: None, lib=_library)

@@ -15,7 +15,7 @@ from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
 from attn_core.call.options import PAGED, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.selection import Selection, explain, override
-from torch_frontend.dispatch.op_arguments import join_names
+from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions, join_names
 from torch_frontend.dispatch.plan import lse_dtype
 from torch_frontend.dispatch.prepared import find
 from torch_frontend.dispatch.tensor_kinds import is_watched
@@ -141,12 +141,8 @@ def paged_attention(
             check_numbers(given)
         else:
             given = check_op(given, options)
-        left, right = options.window  # type: ignore[misc]
-        result, lse = torch.ops.attn.paged_forward(
-            *(q, k_pages, v_pages, given.block_table, given.seq_lens, given.cu_seqlens_q, sinks, max_len_q),
-            *(causal, left, right, softcap, scale, deterministic, return_lse, join_names(requested_names(backend))),
-            *(given.key_ranges, alibi_slopes, given.kv_starts, k_scales, v_scales, invariant),
-        )
+        how = OpOptions(options, False, False, join_names(requested_names(backend)))
+        result, lse = torch.ops.attn.paged_forward(*given, *how.arguments)
         if out is not None:
             check_out(out, q, k_pages, v_pages)
             result = copied(result, out)
@@ -179,45 +175,17 @@ def explain_paged(
 
 # FRAGMENT, because dispatch.ops defines the namespace.
 _library = torch.library.Library("attn", "FRAGMENT")
-_library.define(
-    "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
-    "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
-    "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None, "
-    "str? invariant=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_OPTIONAL = PagedInputs._fields[5:]
+_TENSORS = ", ".join(f"Tensor{'?' if name in _OPTIONAL else ''} {name}" for name in PagedInputs._fields)
+_library.define(f"paged_forward({_TENSORS}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _forward_op(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    sinks: Tensor | None,
-    max_len_q: int | None,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    scale: float | None,
-    deterministic: bool,
-    return_lse: bool,
-    backend: str | None,
-    key_ranges: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    invariant: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
-    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
-    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
-    inputs = gather_arguments(given, max_len_q)
-    out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    count = len(PagedInputs._fields)
+    given, how = PagedInputs(*arguments[:count]), OpOptions.of(arguments[count:])
+    options = options_of(*[getattr(how.options, name) for name in PAGED])
+    inputs = gather_arguments(given, options.max_len_q)
+    out, lse = run(inputs, options, None if how.backend is None else tuple(how.backend.split("\n")))
     # Compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous()
 

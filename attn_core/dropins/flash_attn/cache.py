@@ -106,8 +106,8 @@ def _shown(name: str, table: str) -> str:
 
 def _check_attention(call: Cached, batch: int) -> None:
     """Checks what attention would find only after the new tokens are in the cache."""
-    facts = [each._replace(shape=(batch, *each.shape[-3:])) for each in call[:3]]
-    check_qkv(*facts, names=("q", "k_cache", "v_cache"))
+    q, k, v = (each._replace(shape=(batch, *each.shape[-3:])) for each in call[:3])
+    check_qkv(q, k, v, names=("q", "k_cache", "v_cache"))
     heads, rows = call.q.shape[-2], call.k_cache.shape[0]
     if call.v_cache.shape[0] != rows:
         raise ShapeError(f"v_cache: expected the {rows} rows of k_cache, got {call.v_cache.shape[0]}")
