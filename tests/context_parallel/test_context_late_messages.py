@@ -15,7 +15,6 @@ from attn_core import AttentionSpec, Target
 from attn_core.context_parallel.call import build_call
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.exchanges import Outgoing
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
 from torch_frontend.dispatch.plan import device_name
@@ -61,8 +60,7 @@ class Network:
         self.late = self.forgets_to_wait = False
         self._arrivals: dict[int, Any] = {}
 
-    def send(self, outgoing: Outgoing, *_: Any) -> torch.Tensor:
-        numbers = outgoing.numbers
+    def send(self, axis: Any, numbers: torch.Tensor, *_: Any) -> torch.Tensor:
         received = torch.full_like(numbers, torch.nan)
         if received.is_cuda:
             self._arrivals[received.data_ptr()] = self._start(numbers, received)
@@ -102,7 +100,7 @@ def _network_stream() -> Any:
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
     for name in ("hop", "deal_to_others"):
-        monkeypatch.setattr(Outgoing, name, lambda outgoing, *_: network.send(outgoing))
+        monkeypatch.setattr(exchanges, name, network.send)
     monkeypatch.setattr(exchanges, "receive", network.receive)
     return network
 

@@ -21,7 +21,7 @@ from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import Total
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.exchanges import Outgoing
+from torch_frontend.context_parallel.exchange.exchanges import GradientSend, KVPair
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
 
@@ -150,20 +150,26 @@ def run_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``(plan, into=False, **fields) -> Run`` runs a rank alone; into: with kernels that write into buffers, whose
     TileRun has other fields. The memory of a message is NaN until it is written."""
     events: list[Any] = []
-    make = Outgoing.__init__
+    make_pair, make_message = KVPair.empty, GradientSend._new_message
 
-    def start(outgoing: Any, *arguments: Any) -> None:
-        make(outgoing, *arguments)
-        outgoing.numbers.fill_(float("nan"))
+    def made(message: Any) -> Any:
+        message.fill_(float("nan"))
         events.append("made")
+        return message
 
-    def send(outgoing: Any, *_: Any) -> Any:
-        events.append(Sent(outgoing.numbers.clone(), outgoing.numbers.data_ptr()))
-        return outgoing.numbers.clone()
+    def start_pair(*arguments: Any) -> Any:
+        pair = make_pair(*arguments)
+        made(pair._buffer)
+        return pair
 
-    monkeypatch.setattr(Outgoing, "__init__", start)
-    monkeypatch.setattr(Outgoing, "hop", send)
-    monkeypatch.setattr(Outgoing, "deal_to_others", send)
+    def send(axis: Any, message: Any, *_: Any) -> Any:
+        events.append(Sent(message.clone(), message.data_ptr()))
+        return message.clone()
+
+    monkeypatch.setattr(KVPair, "empty", start_pair)
+    monkeypatch.setattr(GradientSend, "_new_message", lambda sender: made(make_message(sender)))
+    monkeypatch.setattr(exchanges, "hop", send)
+    monkeypatch.setattr(exchanges, "deal_to_others", send)
     monkeypatch.setattr(
         exchanges, "gather_flat", lambda axis, tensors: [each.repeat(axis.size, 1, 1, 1).view(-1) for each in tensors]
     )

@@ -214,7 +214,7 @@ def _reserve_sums(plan: RankPlan, saved: Residuals, step: Step) -> _Sums:
     """Returns empty sums for the keys that travel for a step."""
     places = _places(plan, step)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
-    message = KVPair.empty(plan.outer, shapes, saved.k, plan.sent_dtype)
+    message = KVPair.empty(shapes, saved.k, plan.sent_dtype)
     return _Sums(message, [Total(each, places, each.dtype, each) for each in message])
 
 

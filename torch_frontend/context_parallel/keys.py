@@ -93,8 +93,8 @@ class Keys:
             return PendingExchange.ready(self._own)
         if step.border is not None:
             border = [border_pieces(tensor, step.border) for tensor in self._padded()]
-            return KVPair.pack(axis, border).hop(axis, step.shift)
-        moving = self._moving or KVPair.pack(axis, [[tensor] for tensor in self._padded()])
+            return KVPair.pack(border).hop(axis, step.shift)
+        moving = self._moving or KVPair.pack([[tensor] for tensor in self._padded()])
         distance, self._shift = step.shift - self._shift, step.shift
         return moving.hop(axis, distance)
 

@@ -29,45 +29,26 @@ def receive(sent: Tensor) -> Tensor:
     return sent if sent.device.type == "cpu" else wait_tensor(sent)
 
 
-class Outgoing:
-    """A flat message to other ranks. Write its numbers, and then send it once by a collective.
+def hop(axis: RankAxis, message: Tensor, distance: int) -> Tensor:
+    """Sends a flat message ``distance`` ranks on, in a ring; receives the one from as far behind."""
+    count = message.numel()
+    to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+    # A send to one rank, as an all-to-all: the package needs all-to-all and all-gather alone.
+    received, sent = ([count * (rank == other) for rank in range(axis.size)] for other in (source, to))
+    return _started(all_to_all_single(message, received, sent, axis.name))[0]
 
-    Args:
-        count: its numbers.
-        like: a tensor on its device.
 
-    Attributes:
-        numbers: the message.
-    """
+def deal(axis: RankAxis, message: Tensor) -> Tensor:
+    """Sends every rank its row of ``[ranks, numbers]``, flat; receives a row of each, in their order."""
+    sizes = [message.numel() // axis.size] * axis.size
+    return _started(all_to_all_single(message, sizes, sizes, axis.name))[0]
 
-    def __init__(self, axis: RankAxis, count: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._axis, self.numbers = axis, like.new_empty(count, dtype=dtype)
 
-    @classmethod
-    def of(cls, axis: RankAxis, tensor: Tensor) -> Outgoing:
-        """Returns a tensor as a message. It is copied if it is not dense."""
-        outgoing = cls.__new__(cls)
-        outgoing._axis, outgoing.numbers = axis, tensor.contiguous().view(-1)
-        return outgoing
-
-    def hop(self, distance: int) -> Tensor:
-        """Sends the message ``distance`` ranks on, in a ring; receives the one from as far behind."""
-        axis, count = self._axis, self.numbers.numel()
-        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-        # A send to one rank, as an all-to-all: the package needs all-to-all and all-gather alone.
-        received, sent = ([count * (rank == other) for rank in range(axis.size)] for other in (source, to))
-        return _started(all_to_all_single(self.numbers, received, sent, axis.name))[0]
-
-    def deal(self) -> Tensor:
-        """Sends every rank its row of the message ``[ranks, numbers]``; receives a row of each, in their order."""
-        axis, row = self._axis, self.numbers.numel() // self._axis.size
-        return _started(all_to_all_single(self.numbers, [row] * axis.size, [row] * axis.size, axis.name))[0]
-
-    def deal_to_others(self) -> Tensor:
-        """Sends every other rank its row of ``[other ranks, numbers]``; receives a row of each other one."""
-        axis, row = self._axis, self.numbers.numel() // (self._axis.size - 1)
-        sizes = [row * (rank != axis.rank) for rank in range(axis.size)]
-        return _started(all_to_all_single(self.numbers, sizes, sizes, axis.name))[0]
+def deal_to_others(axis: RankAxis, message: Tensor) -> Tensor:
+    """Sends every other rank its row of ``[other ranks, numbers]``, flat; receives a row of each other one."""
+    row = message.numel() // (axis.size - 1)
+    sizes = [row * (rank != axis.rank) for rank in range(axis.size)]
+    return _started(all_to_all_single(message, sizes, sizes, axis.name))[0]
 
 
 def gather_flat(axis: RankAxis, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -132,14 +113,14 @@ def heads_to_positions(
         # One message: the tensors lie side by side along the heads.
         heads = [tensor.shape[3] for tensor in tensors]
         joined = (*by_rank[0].shape[:3], sum(heads), by_rank[0].shape[4])
-        message = Outgoing(axis, prod(joined), tensors[0], tensors[0].dtype)
-        for part, tensor in zip(message.numbers.view(joined).split(heads, 3), by_rank, strict=True):
-            part.copy_(tensor)
+        message = tensors[0].new_empty(joined)
+        torch.cat(by_rank, 3, out=message)
         return PendingExchange(
-            [message.deal()], lambda arrived: list(_join_shards(arrived[0], joined, places[0]).split(heads, 2))
+            [deal(axis, message.view(-1))],
+            lambda arrived: list(_join_shards(arrived[0], joined, places[0]).split(heads, 2)),
         )
     shapes = [tensor.shape for tensor in by_rank]
-    sent = [Outgoing.of(axis, tensor).deal() for tensor in by_rank]
+    sent = [deal(axis, tensor.contiguous().view(-1)) for tensor in by_rank]
     return PendingExchange(sent, lambda arrived: list(map(_join_shards, arrived, shapes, places)))
 
 
@@ -168,12 +149,12 @@ def positions_to_heads(
     shapes = [tensor.shape for tensor in by_rank]
     size = axis.size, sum(prod(shape[1:]) for shape in shapes)
     if len({tensor.dtype for tensor in tensors}) == 1 < len(tensors) and prod(size) <= FEW:
-        message = Outgoing(axis, prod(size), tensors[0], tensors[0].dtype)
-        for column, tensor in zip(_columns(message.numbers.view(size), shapes), by_rank, strict=True):
+        message = tensors[0].new_empty(size)
+        for column, tensor in zip(_columns(message, shapes), by_rank, strict=True):
             column.copy_(tensor)
-        sent = [message.deal()]
+        sent = [deal(axis, message.view(-1))]
     else:
-        sent = [Outgoing.of(axis, tensor).deal() for tensor in by_rank]
+        sent = [deal(axis, tensor.contiguous().view(-1)) for tensor in by_rank]
 
     def unpack(arrived: list[Tensor]) -> list[Tensor]:
         if len(arrived) < len(shapes):
@@ -206,7 +187,7 @@ def gather_keys(axis: RankAxis, keys: Sequence[Tensor]) -> PendingExchange[list[
     """Gathers k and v, as ``gather`` does. Two ranks swap theirs in one message, and each gets the other one's only."""
     if axis.size > 2:
         return gather(axis, keys)
-    swapped = KVPair.pack(axis, [[tensor] for tensor in keys]).hop(axis, 1)
+    swapped = KVPair.pack([[tensor] for tensor in keys]).hop(axis, 1)
     return PendingExchange([], lambda _: list(swapped.wait()))
 
 
@@ -227,11 +208,11 @@ class GradientSend:
         self._axis, self._others = axis, axis.size - 1
         self._shapes = [(self._others, block.shape[0], places, *block.shape[2:]) for block in blocks]
         self._like = blocks[0].new_empty(0, dtype=dtype)
-        self._message: Outgoing | None = None
+        self._message: Tensor | None = None
         self.buffers: list[Tensor | None] = [None] * len(blocks)
         if self._others == 1:
             self._message = self._new_message()
-            self.buffers = [column[0] for column in self._columns(self._message.numbers)]
+            self.buffers = [column[0] for column in self._columns(self._message)]
 
     def send(self, sums: list[Tensor], dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
         """Sends every other rank the sums for its keys.
@@ -248,7 +229,7 @@ class GradientSend:
         message = self._message
         if message is None:
             message = self._new_message()
-            for column in self._columns(message.numbers):
+            for column in self._columns(message):
                 column.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
         # The buffers are views of the message, and would keep it alive after it was sent.
@@ -259,10 +240,10 @@ class GradientSend:
             return [column[0] if len(column) == 1 else column.sum(0, dtype=dtype) for column in columns]
 
         # A rank sends itself nothing: the gradients of its own keys never leave it.
-        return PendingExchange([message.deal_to_others()], unpack)
+        return PendingExchange([deal_to_others(self._axis, message)], unpack)
 
-    def _new_message(self) -> Outgoing:
-        return Outgoing(self._axis, sum(map(prod, self._shapes)), self._like, self._like.dtype)
+    def _new_message(self) -> Tensor:
+        return self._like.new_empty(sum(map(prod, self._shapes)))
 
     def _columns(self, message: Tensor) -> list[Tensor]:
         return _columns(message.view(self._others, -1), self._shapes)
@@ -274,18 +255,18 @@ class KVPair:
     Iterating yields the two tensors, as views of the buffer.
     """
 
-    def __init__(self, buffer: Tensor, shapes: Sequence[Sequence[int]], message: Outgoing | None = None) -> None:
-        self._buffer, self._shapes, self._message = buffer, shapes, message
+    def __init__(self, buffer: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        self._buffer, self._shapes = buffer, shapes
 
     @classmethod
-    def pack(cls, axis: RankAxis, tensors: Sequence[Sequence[Tensor]]) -> KVPair:
+    def pack(cls, tensors: Sequence[Sequence[Tensor]]) -> KVPair:
         """Copies two tensors of one dtype into a message, each from pieces ``[batch, places, heads, dim]`` in order."""
         every = [piece for pieces in tensors for piece in pieces]
         places = [sum(piece.shape[1] for piece in pieces) for pieces in tensors]
         shapes = [
             (pieces[0].shape[0], count, *pieces[0].shape[2:]) for pieces, count in zip(tensors, places, strict=True)
         ]
-        pair = cls.empty(axis, shapes, every[0], every[0].dtype)
+        pair = cls.empty(shapes, every[0], every[0].dtype)
         if all(piece.is_contiguous() for piece in every):  # one kernel
             torch.cat([piece.view(-1) for piece in every], out=pair._buffer)
         else:
@@ -294,10 +275,9 @@ class KVPair:
         return pair
 
     @classmethod
-    def empty(cls, axis: RankAxis, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
+    def empty(cls, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
         """Returns a message with undefined values on the device of ``like``."""
-        message = Outgoing(axis, sum(map(prod, shapes)), like, dtype)
-        return cls(message.numbers, shapes, message)
+        return cls(like.new_empty(sum(map(prod, shapes)), dtype=dtype), shapes)
 
     def __iter__(self) -> Iterator[Tensor]:
         parts = torch.split_with_sizes(self._buffer, [prod(shape) for shape in self._shapes])
@@ -308,8 +288,7 @@ class KVPair:
         distance, shapes = distance % axis.size, self._shapes
         if not distance:
             return PendingExchange.ready(self)
-        message = self._message or Outgoing.of(axis, self._buffer)  # a pair that arrived is no message yet
-        return PendingExchange([message.hop(distance)], lambda arrived: KVPair(arrived[0], shapes))
+        return PendingExchange([hop(axis, self._buffer, distance)], lambda arrived: KVPair(arrived[0], shapes))
 
 
 def all_to_all_single(sent: Tensor, received_sizes: list[int], sent_sizes: list[int], group: str) -> Tensor:
