@@ -91,11 +91,8 @@ def attention_dispatch(
 
     Args:
         query: ``[batch, heads, q_len, head_dim]``.
-        key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``. On native,
-            without ``attention_kwargs``, all three may lack the batch, or batch and heads.
-        attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
-            are ``[q_len, kv_len]``; on the varlen providers a bool mask of keys ``[batch, kv_len]``; on flex and
-            xformers the shape decides between the two. On ``sage_varlen``, and with ``is_causal`` on ``flash_varlen``,
+        key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``.
+        attn_mask: as in torch, but for a ``BlockMask``. On ``sage_varlen``, and with ``is_causal`` on ``flash_varlen``,
             the kernel gets the mask of keys as a mask, which it takes or refuses.
         is_causal: query i sees keys 0 to i, whatever the lengths.
         attention_kwargs: the keywords of the torch function.
@@ -114,10 +111,10 @@ def attention_dispatch(
         if array is not None or name != "attn_mask":
             check_array(name, array)
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    finetrainers.check_operands(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
+    finetrainers.check_operands(call)
     options = finetrainers.interpret(attention_kwargs)
     if attn_mask is not None:
-        call = call._replace(attn_mask=finetrainers.with_mask_axes(provider, query, key, attn_mask))
+        call = call._replace(attn_mask=finetrainers.with_mask_axes(provider, query, attn_mask))
     call = finetrainers.with_positive_scale(call)
     attend = finetrainers.attention_with(attention, call, options, provider, dropout_rng=dropout_rng)
     if attn_mask is not None and provider in VARLEN:

@@ -113,8 +113,8 @@ def attention_dispatch(  # noqa: C901
         query: ``[batch, heads, q_len, head_dim]``.
         key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``.
         attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
-            are ``[q_len, kv_len]``; on the varlen providers a bool mask of keys ``[batch, kv_len]``; on flex and
-            xformers the shape decides between the two. flex also accepts a ``BlockMask``.
+            are ``[q_len, kv_len]``; on the varlen providers, flex and xformers a mask of keys ``[batch, kv_len]``,
+            bool on the former. flex also accepts a ``BlockMask``.
         is_causal: query i sees keys 0 to i, whatever the lengths.
             On a mesh it is refused, and so are masks.
         attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic`` and ``return_lse``, as in
@@ -293,7 +293,7 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
         mask_mod, mask = function_of(mask, batch, heads, q_len, kv_len, "attn_mask"), None
     elif mask is not None:
         check_tensor("attn_mask", mask)
-        mask = finetrainers.with_mask_axes(provider, call.query, call.key, mask)
+        mask = finetrainers.with_mask_axes(provider, call.query, mask)
     call = finetrainers.with_positive_scale(call._replace(attn_mask=mask))
     attend = attention_with(attention, call, options, provider)
     if call.attn_mask is not None and provider in VARLEN:

@@ -394,23 +394,22 @@ def _run_visible_keys(
 NAMES = ("query", "key", "value")
 
 
-def check_operands(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:
+def check_operands(call: DispatchCall, *, any_dtypes: bool = False) -> None:
     """Checks query, key and value against each other; errors name them as the host does.
 
     Args:
-        ranks: the numbers of axes that the arrays may have.
         any_dtypes: whether their dtypes may differ, because autocast makes them equal.
 
     Raises:
         ShapeError, DTypeError, SpecError: naming the array and what was expected.
     """
     for name, array in zip(NAMES, call[:3], strict=True):
-        if array.ndim not in ranks or array.ndim != call.query.ndim:
+        if array.ndim != 4:
             raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(array.shape)}")
     check_heads(call)
     facts = []
     for array in call[:3]:
-        batch, heads, length, dim = (1,) * (4 - array.ndim) + tuple(array.shape)
+        batch, heads, length, dim = array.shape
         facts.append(ArrayFacts((batch, length, heads, dim), dtype_name(call.query if any_dtypes else array), ""))
     q, k, v = facts
     check_qkv(q, k, v, names=NAMES)
@@ -453,43 +452,17 @@ def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, An
     return key[..., :length, :], value[..., :length, :], mask
 
 
-def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_len: int, kv_len: int) -> str:
-    """Returns the meaning of a mask of two axes: ``"keys"``, ``[batch, kv_len]``, or ``"scores"``, ``[q_len, kv_len]``.
-
-    torch's masks of two axes mask scores, those of the varlen providers mask keys. Callers of flex and xformers pass
-    both kinds, so the shape decides.
-
-    Raises:
-        ShapeError: if the shape fits neither, or both with different meanings.
-    """
-    if provider.value not in ("flex", "xformers"):
-        return "keys" if provider in VARLEN else "scores"
-    keys, scores = (mask[0] in (1, rows) and mask[1] in (1, kv_len) for rows in (batch, q_len))
-    # With one row, both readings mean the same: every query has that row.
-    if keys and scores and mask[0] != 1:
-        raise ShapeError(
-            f"attn_mask: {list(mask)} is both [batch, kv_len] and [q_len, kv_len], which mean different things; "
-            "pass four axes, [batch, 1, 1, kv_len] or [1, 1, q_len, kv_len]"
-        )
-    if not keys and not scores:
-        raise ShapeError(
-            f"attn_mask: expected [batch, kv_len] = [{batch}, {kv_len}] or [q_len, kv_len] = [{q_len}, {kv_len}], "
-            f"got {list(mask)}"
-        )
-    return "scores" if scores else "keys"
-
-
-def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any) -> Any:
+def with_mask_axes(provider: AttentionProvider, query: Any, mask: Any) -> Any:
     """Returns the mask with four axes if the query has four, unless the provider is a varlen one.
 
-    Raises:
-        DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
+    Two axes are ``[batch, kv_len]`` on flex and xformers, else ``[q_len, kv_len]`` as in torch. Raises DTypeError for a
+    mask of integers.
     """
     mask_or_bias("attn_mask", mask)
     # The varlen providers read two axes as keys themselves (``key_mask``).
     if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
-        axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
-        return mask[:, None, None, :] if axes == "keys" else mask[None, None]
+        of_keys = provider in (AttentionProvider.FLEX, AttentionProvider.XFORMERS)
+        return mask[:, None, None, :] if of_keys else mask[None, None]
     # torch reads three axes as [heads, q_len, kv_len].
     return mask[None] if mask.ndim == 3 and query.ndim == 4 else mask
 

@@ -523,15 +523,6 @@ def test_two_axes_are_read_by_provider(device: str) -> None:
     close(dispatched("native", qkv, {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
     for word in ("flash_varlen", "flex") if device == "cpu" else ("flex", "xformers"):
         close(dispatched(word, qkv, {"attn_mask": KEEP}), expected(tensors(), mask=KEEP4)[0])
-    close(dispatched("flex", qkv, {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
-    square = tensors(BATCH, KV_LEN, device=device)
-    with pytest.raises(SpecError, match=r"attn_mask: \[2, 7\] is both \[batch, kv_len\] and \[q_len, kv_len\]"):
-        dispatched("flex", square, {"attn_mask": KEEP})
-    with pytest.raises(SpecError, match=r"attn_mask: expected .batch, kv_len. = .2, 7. or .q_len, kv_len. = .5, 7."):
-        dispatched("flex", qkv, {"attn_mask": np.ones((3, 7), bool)})
-    assert {finetrainers.two_axes(AttentionProvider(word), (1, 7), 2, 5, 7) for word in ("flex", "native")} == {
-        "scores"
-    }
 
 
 def test_an_expanded_mask_of_keys_is_one_of_keys() -> None:

@@ -206,7 +206,7 @@ def test_fewer_kv_heads_need_enable_gqa(word: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, right, atol=0.03 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
-def test_a_mask_of_two_axes_is_a_key_mask_if_its_shape_fits() -> None:
+def test_a_mask_of_two_axes_is_one_of_keys() -> None:
     for word in ("flash_varlen", "flex", "xformers"):
         fields = {"mask": KEEP[:, None, None, :]}
         assert is_honoured(word, tensors(device="cuda", dtype=torch.bfloat16), {"attn_mask": KEEP}, fields, "")
