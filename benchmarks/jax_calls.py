@@ -104,8 +104,8 @@ def _to_torch(array: np.ndarray) -> torch.Tensor:
 
 
 def _lane(text: str) -> str:
-    """Returns how a compiled program reaches kernels of torch: "callback", "operator" or "XLA"."""
-    return "callback" if "attn_core.callback" in text else "operator" if "attn_core.operator" in text else "XLA"
+    """Returns how a compiled program reaches kernels of torch: "callback" or "XLA"."""
+    return "callback" if "attn_core.callback" in text else "XLA"
 
 
 DENSE = (4, 4096, HEADS, KV_HEADS, 128, 128)
@@ -165,10 +165,6 @@ def jobs() -> Jobs:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the calls, writes the raw times if --json is given, and prints the tables."""
-    try:
-        jax_frontend.compile_operator_lane()
-    except RuntimeError as error:
-        print(f"no operator lane: {error}")
     return run(__doc__, jobs(), jax_calls, arguments)
 
 

@@ -12,7 +12,6 @@ with needs_extra(__name__, "jax", "jax"):
 from jax_frontend import context_parallel
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_backends
-from jax_frontend.bridge.operator_lane import compile_operator_lane
 from jax_frontend.dispatch.export import export_checks
 from jax_frontend.dispatch.override import use_backend
 from jax_frontend.dot_product_attention import dot_product_attention
@@ -40,7 +39,6 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "available_backends",
-    "compile_operator_lane",
     "context_parallel_attention",
     "dot_product_attention",
     "explain",

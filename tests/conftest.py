@@ -75,41 +75,6 @@ def four_devices() -> Iterator[None]:
         yield
 
 
-def operators_folder() -> Path:
-    """The cache folder of the library of torch's operators. Other tests have their own cache, without the library."""
-    return Path(os.environ["XDG_CACHE_HOME"]) / "operators"
-
-
-@pytest.fixture(scope="session")
-def compiled_operators() -> tuple[Path, Path]:
-    """The cache folder and the library of torch's operators in it, compiled as a user would; once for all workers.
-
-    XLA refuses a second library of the same custom calls in a process.
-    """
-    import jax_frontend
-    from jax_frontend.bridge import operator_lane
-
-    folder = operators_folder()
-    folder.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        path = jax_frontend.compile_operator_lane()
-        operator_lane.register()
-    return folder, path
-
-
-@pytest.fixture
-def library(compiled_operators: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The compiled library of torch's operators, in the user's cache folder, for this test alone."""
-    from jax_frontend.bridge import compiled_lane
-
-    folder, path = compiled_operators
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    compiled_lane.lane_of.cache_clear()
-    yield path
-    compiled_lane.lane_of.cache_clear()
-
-
 @pytest.fixture
 def replace_fields() -> Iterator[Callable[..., None]]:
     """``replace_fields(record, **fields)``: ``frameworks.replaced`` until the end of the test."""
@@ -150,7 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= jax_cache()
     path = config.getoption("--outcome")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(suite_outcome.Outcome(path, operators_folder()))
+        config.pluginmanager.register(suite_outcome.Outcome(path))
 
 
 def jax_cache() -> dict[str, str]:

@@ -14,7 +14,6 @@ from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 
 if TYPE_CHECKING:
     from attn_core.backends.shared.programs.kernel_programs import KernelProgram
-    from attn_core.backends.shared.programs.operator_recorder import Functions
 
 Ranks = Mapping[str, int]
 Shortcut = Callable[..., "tuple[Any, Any] | None"]
@@ -64,18 +63,16 @@ class Program:
     """Kernels that XLA launches without Python.
 
     Attributes:
-        make: ``make(spec, direction, with_dlse, as_one)`` returns the kernels of a call, see ``operator_program``. For
-            the largest logits, ``make(spec)``.
+        make: ``make(spec, direction, with_dlse, as_one)`` returns the kernels of a call: of its "forward" or
+            "backward", with a gradient of the log-sum-exp, and with q, k and v in one array. For the largest logits,
+            ``make(spec)``.
         refuses: ``refuses(spec, device)`` returns why XLA cannot launch the kernels of a call; empty if it can.
         operands: ``operands(spec, arrays)`` returns the operands that are not the call's own arrays, by name.
-        operator_functions: what the programs record if they are operators of torch; None if they are kernels. Operators
-            cost the host more.
     """
 
     make: Callable[..., KernelProgram]
     refuses: Callable[[AttentionSpec, str], tuple[str, ...]] = _refuses_nothing
     operands: Callable[[AttentionSpec, dict[str, Any]], dict[str, Any]] = _none_beside_the_calls
-    operator_functions: Functions | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -298,8 +295,3 @@ class Backend:
     def runs_everywhere(self) -> bool:
         """Whether it is the framework's own operations, which run on every device."""
         return ANY in self.forward_claims.devices
-
-    @property
-    def runs_operators(self) -> bool:
-        """Whether its programs are operators of torch."""
-        return self.program is not None and self.program.operator_functions is not None

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from attn_core import backends
 from attn_core.backends.shared import known_bad
-from attn_core.backends.shared.programs import operator_library
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
 from attn_core.cli.certify.calls import CALLS, Form, Subject, accepted, faults_of, forms, subjects_on
 from attn_core.cli.certify.certificate import standing_of
@@ -82,8 +81,6 @@ class Findings:
     faults: tuple[known_bad.Row, ...]  # those of installed kernels, as ``faults_of`` returns them
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
-    # why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU
-    operators: str | None
     # what `attn certify` wrote about this machine, and whether it still holds; None if there is none
     certificate: str | None
 
@@ -182,7 +179,6 @@ def examine(progress: Console) -> Findings:
         faults=faults_of(subjects_on(places)),
         problems=problems(machine),
         advice=advise(machine),
-        operators=operator_library.missing() if bridge is None and machine.jax_cuda and machine.torch_cuda else None,
         certificate=standing_of(next((named[-1] for named in devices.values() if len(named) > 1), "cpu"), packages),
     )
 
@@ -280,9 +276,7 @@ def _machine(findings: Findings) -> Iterator[str]:
         "torch": "ROCm" if machine.torch_hip else _cuda(machine.torch_cuda),
         "jax": _cuda((machine.jax_cuda,) if machine.jax_cuda else None),
     }
-    # Whether JAX runs torch's kernels, and what keeps it from running torch's operators without Python.
-    operators = f"; {findings.operators}" if findings.operators else ""
-    to_jax = findings.bridge if findings.bridge is not None else f"JAX runs torch's kernels{operators}"
+    to_jax = findings.bridge if findings.bridge is not None else "JAX runs torch's kernels"
     rows = {
         "accelerator": "none" if machine.device == "cpu" else _accelerator(machine),
         "driver": machine.driver,

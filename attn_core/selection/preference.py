@@ -36,9 +36,6 @@ CALLBACK_TABLE = {False: 250.0, True: 500.0}
 """Host microseconds, forward (False) and training (True), of a callback for a mask or a bias, which it prepares. Those
 of the callback itself are in each backend's ``Timing``."""
 
-OPERATORS, OPERATORS_TABLE = {False: 45.0, True: 220.0}, {False: 60.0, True: 120.0}
-"""The same if XLA runs operators of torch itself; and more for a mask or a bias. Of an H200 host on 2026-11-27."""
-
 XLA_SCORE = {False: 60e-6, True: 150e-6}
 """Device microseconds of ``jax_xla`` on a GPU for each score, hidden or not, from the same calls.
 
@@ -284,9 +281,6 @@ def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionS
     # XLA launches a backend of JAX without a program of ours.
     if backend.framework == "torch" and backend.program_refuses(spec, device) != ():
         return max(caution * slowest, device_time)
-    if backend.runs_operators:
-        on_host = OPERATORS[training] + has_table * OPERATORS_TABLE[training]
-        return max(caution * on_host, device_time)
     if training and host_in_torch:
         device_time *= min(1.0, max(HIDDEN_BY_HOST, device_time / (2 * host_in_torch)))
     return max(caution * timing.in_xla[training], device_time)

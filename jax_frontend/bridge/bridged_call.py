@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from attn_core.call.functions import DAUX
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
-from attn_core.context_parallel.on_torch.step import GradientForm, StepCall
+from attn_core.context_parallel.on_torch.step import StepCall
 
 _RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse"), "row_maximum": ("row_maximum",)}
 """The results of all directions but "backward"; a forward without ``with_lse`` has the first alone."""
@@ -72,8 +72,6 @@ class BridgedStep(NamedTuple):
     """(device id, part) of every device of the mesh; empty if the last operand is the part. On CPUs it is an operand,
     because the host can read its value there. The value is not read if there is one part."""
     direction: str = "step"
-    gradient: GradientForm | None = None
-    """The form of the step's backward; None for its forward."""
 
     @property
     def spec(self) -> AttentionSpec:

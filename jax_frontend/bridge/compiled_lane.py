@@ -22,13 +22,11 @@ from jax import lax
 from attn_core import backends
 from attn_core.backends.contract import Program
 from attn_core.backends.shared.from_records import from_records
-from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.observe import compiled, words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Selection, choice
-from jax_frontend.bridge import operator_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
 
 if TYPE_CHECKING:  # few programs need it at run time
@@ -40,8 +38,6 @@ MOST_TARGETS = 1000
 
 _compile_seconds: dict[str, float] = {}
 """Seconds that each registered kernel took to compile, by its name in XLA. Guarded by ``_registering``."""
-_functions: dict[str, Any] = {}
-"""The function of each registered kernel, by its name in XLA. Guarded by ``_registering``."""
 _registering = free_in_children(threading.Lock())
 """Held while a kernel is compiled and registered, so that each is registered once, whichever threads need it."""
 
@@ -208,9 +204,6 @@ def _type(buffer: Any, like: Any) -> Any:
 def _register(step: Any, platform: str) -> None:
     """Compiles a kernel and registers it with XLA, once in a process."""
     with _registering:
-        if step.target == OPERATOR:
-            operator_lane.register()
-            return
         if step.attributes is not None:
             step.attributes()
             return
@@ -224,22 +217,8 @@ def _register(step: Any, platform: str) -> None:
         function = step.compile()
         seconds = time.perf_counter() - began
         jax_tvm_ffi.register_ffi_target(step.target, function, ["args", "rets"], platform, allow_cuda_graph=True)
-        _compile_seconds[step.target], _functions[step.target] = seconds, function
+        _compile_seconds[step.target] = seconds
         compiled("compiled_lane", step.target, seconds)
-
-
-def register_launches() -> None:
-    """Lets texts of operators launch every registered kernel; see ``shared.programs.launched_kernels``.
-
-    Call it while JAX lowers a program.
-
-    Raises:
-        Unrecordable: if the library with that operator cannot be used.
-    """
-    operator_lane.register()
-    operator_lane.number_devices()
-    with _registering:
-        operator_lane.keep_kernels(_functions)
 
 
 def compile_seconds() -> dict[str, float]:

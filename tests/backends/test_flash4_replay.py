@@ -21,7 +21,6 @@ from attn_core.backends.flash4 import own_kernels, program, recording, replay
 from attn_core.backends.flash4.recording import Launch, Operand, Recorder, Uncompiled
 from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
-from attn_core.backends.shared.programs.operator_recorder import without_memory
 from attn_core.call.tensors import Gradients, Inputs
 from tests.campaign.functions import fields_of
 
@@ -406,7 +405,7 @@ def test_a_call_without_memory_has_the_launches_of_a_call_with_it(spec: Attentio
     """So XLA's programs, and torch's replays, are the kernels that flash-attn-4 launches."""
     recordings = []
     for with_memory in (True, False):
-        with nullcontext() if with_memory else without_memory():
+        with nullcontext() if with_memory else program.without_memory():
             inputs = dry_run.zeros(spec, "cpu")
             out, lse, dout = torch.zeros(spec.out_shape), torch.zeros(spec.lse_shape), torch.zeros(spec.out_shape)
             offsets = inputs.cu_seqlens_q, None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.clone()
@@ -426,6 +425,17 @@ def test_a_call_without_memory_has_the_launches_of_a_call_with_it(spec: Attentio
         assert real.scratch == fake.scratch
     assert [len(call.launches) for call in recordings] == [1, 2, 1, 2]
     assert recordings[0].launches[0].arguments[:5] == tuple(map(Operand, range(5)))
+
+
+def test_tensors_without_memory_are_on_one_device_if_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    devices = set()
+    for current, direction in enumerate(("forward", "backward")):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        with program.without_memory():
+            tensors = program._tensors(replace(SPEC, needs_backward=True), direction, with_dlse=False)
+        devices |= {str(tensor.device) for tensor in tensors.values()}
+    assert devices == {"cuda:0"}
 
 
 def test_a_program_rebuilds_arguments_in_tuples() -> None:

@@ -26,7 +26,7 @@ pytest.importorskip("jax")
 
 MODULE = "attn_core.cli.doctor"
 KEYS = {
-    *("healthy", "runs", "versions", "devices", "machine", "processor", "tables", "bridge", "operators"),
+    *("healthy", "runs", "versions", "devices", "machine", "processor", "tables", "bridge"),
     "certificate",
     *("backends", "checks"),
     *("broken", "faults", "problems", "advice"),
@@ -135,14 +135,6 @@ def test_the_report_lists_known_faults_of_installed_kernels(
     for fault in faults:
         assert fault.symptom in report and fault.link in report
     assert "Known faults" not in " ".join(text(replace(findings, faults=()), monkeypatch))
-
-
-def test_a_missing_library_of_operators_is_named(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "torch's operator needs a compiled library: run jax_frontend.compile_operator_lane() once on this machine"
-    for operators, shown in ((None, False), (why, True)):
-        changed = replace(findings, bridge=None, operators=operators)
-        assert ("compile_operator_lane()" in " ".join(text(changed, monkeypatch))) is shown
-        assert changed.as_json()["operators"] == operators
 
 
 def test_faults_of_torch_leave_out_the_kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ UNEQUAL = {
     "a-row-of-each": Case("all_gather", (4,), "striped", (24, 24), batch=1, options={"causal": True}),
     "window": Case("ring", (4,), "contiguous", (29, 29), options={"causal": True, "window": 9}, sinks=True),
     "window-both-sides": Case("ring", (3,), "zigzag", (29, 31), options={"window": (4, 6), "return_lse": True}),
+    "window-by-window": Case("ring", (2,), "window:9", (45, 45), batch=1, options={"causal": True, "window": 9}),
     "documents": Case("ring", (4,), "contiguous", (23, 23), batch=1, documents=(0, 1, 7, 8, 23)),
     "documents-causal": Case(
         "all_gather", (3,), "striped", (23, 23), batch=1, documents=(0, 2, 11, 23), options={"causal": True}

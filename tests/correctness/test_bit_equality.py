@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from spec_strategies import SIGNATURES, Call, calls, compiled_calls, few_numbers
 
 import jax_frontend
 import torch_frontend
-from attn_core import backends, explain
+from attn_core import Target, backends, explain
 
 pytestmark = pytest.mark.sampled
 
@@ -240,3 +241,87 @@ def test_subnormal_values_give_the_same_bits(backend: str, dtype: str) -> None:
     tiny = 2.0**-1025 if dtype == "float64" else 2.0**-128
     assert differing_results(backend, dtype, *random_arrays(dtype, tiny, 1.0)) == []
     assert differing_results(backend, dtype, *random_arrays(dtype, 1.0, tiny)) == []
+
+
+CALLS_ON_GPUS: dict[str, tuple[dict[str, Any], ...]] = {
+    "flash3": ({}, {"packed": True}, {"dim": 72}, {"window": (40, 3)}, {"sinks": True}),
+    "sdpa_flash": ({}, {"packed": True}, {"dim": 72}, {"window": (40, 0)}, {"sinks": True}, {"lse": True}),
+    "sdpa_efficient": (
+        *({}, {"packed": True}, {"dim": 72}, {"window": (40, 0)}, {"sinks": True}, {"lse": True}),
+        *({"dtype": "float32"}, {"bias": True}, {"mask": True}, {"mask": True, "dtype": "float32"}),
+    ),
+    "sdpa_cudnn": ({}, {"dim": 72}, {"sinks": True}, {"bias": True}, {"mask": True}, {"lse": True}, {"wide": 64}),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "changes"), [(name, each) for name, calls in CALLS_ON_GPUS.items() for each in calls], ids=str
+)
+def test_torchs_kernels_give_torchs_bits_by_callback(backend: str, changes: dict[str, Any], training: bool) -> None:
+    """Gradients of q, k and v are compared to the last bits, because these kernels add in any order.
+
+    Sinks are in float32 beside a bfloat16 q; their gradient is summed in one order.
+    """
+    missing = dict(Target.here("jax", "sm90").unavailable).get(backend, "")
+    if missing or (training and backend == "flash3"):
+        pytest.skip(missing or "the installed build has no backward")
+    rng, dtype, changes = np.random.default_rng(0), changes.get("dtype", "bfloat16"), dict(changes)
+    dim, rows = changes.get("dim", 128), (300,) if "packed" in changes else (2, 150)
+    sizes = ((4, dim), (2, dim), (2, changes.get("wide", dim)))
+    arrays = [rng.standard_normal((*rows, *size)).astype(np.float32) for size in sizes]
+    tables = {
+        "bias": rng.standard_normal((1, 4, 150, 150)).astype(np.float32) if "bias" in changes else None,
+        "mask": rng.random((2, 1, 150, 150)) > 0.3 if "mask" in changes else None,
+        "sinks": np.linspace(-1, 1, 4, dtype=np.float32) if "sinks" in changes else None,
+    }
+    static = {"backend": backend, "causal": "mask" not in changes, "return_lse": changes.get("lse", not training)}
+    static |= {"window": changes["window"]} if "window" in changes else {}
+    lengths = [130, 1, 169] if "packed" in changes else None
+
+    def run(framework: Any, move: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        """Returns the call as a function, its arrays and its other options."""
+        seq_info = {} if lengths is None else {"seq_info": framework.SeqInfo.from_lengths(lengths)}
+        kept = {name: move(each) for name, each in tables.items() if each is not None}
+        return partial(framework.attention, **static, **seq_info), [move(each) for each in arrays], kept
+
+    def keeps_its_dtype(array: Any) -> bool:
+        return array.dtype == bool or array is tables["sinks"]
+
+    def to_jax(array: Any) -> Any:
+        return jnp.asarray(array, None if keeps_its_dtype(array) else dtype)
+
+    def to_torch(array: Any) -> Any:
+        tensor = torch.from_numpy(array).cuda()
+        return tensor if keeps_its_dtype(array) else tensor.to(getattr(torch, dtype))
+
+    call, given, kept = run(jax_frontend, to_jax)
+    in_torch, tensors, others = run(torch_frontend, to_torch)
+    if not training:
+        compiled = jax.jit(lambda *x: call(*x, **kept)).lower(*given).compile()
+        text = compiled.as_text()
+        assert "attn_core.callback" in text
+        for one, other in zip(compiled(*given), in_torch(*tensors, **others), strict=True):
+            np.testing.assert_array_equal(np.asarray(one.astype(jnp.float32)), other.float().cpu().numpy())
+        return
+
+    def total(results: Any) -> Any:
+        return sum((each * each).sum() for each in results) if isinstance(results, tuple) else (results * results).sum()
+
+    learned = ["sinks"] if "sinks" in changes else []
+    given += [kept.pop(name) for name in learned]
+    leaves = [tensor.requires_grad_() for tensor in (*tensors, *[others.pop(name) for name in learned])]
+
+    def loss(attend: Any, kept: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+        return total(attend(q, k, v, **dict(zip(learned, more, strict=True)), **kept))
+
+    gradient = jax.jit(jax.grad(lambda *x: loss(call, kept, *x).astype(jnp.float32), argnums=tuple(range(len(given)))))
+    text = gradient.lower(*given).compile().as_text()
+    assert "attn_core.callback" in text
+    theirs = torch.autograd.grad(loss(in_torch, others, *leaves), leaves)
+    for place, (one, other) in enumerate(zip(gradient(*given), theirs, strict=True)):
+        assert str(one.dtype) == str(other.dtype).removeprefix("torch.")
+        exact = other.float().cpu().numpy()
+        limit = 0.02 if place < 3 else 0.0
+        np.testing.assert_allclose(np.asarray(one.astype(jnp.float32)), exact, atol=limit * np.abs(exact).max(), rtol=0)

@@ -30,8 +30,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.programs.triton:_launches": 4096,
     "attn_core.paged.step:_TICKETS": "the block tables that are alive",
     "jax_frontend.bridge.compiled_lane:_compile_seconds": 1000,
-    "jax_frontend.bridge.compiled_lane:_functions": 1000,
-    "jax_frontend.bridge.operator_lane:_kept": 1000,
     "jax_frontend.bridge.targets:_callbacks": 1024,
     "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",
     "torch_frontend.context_parallel.agreement.calls:_meetings": "the stores that are alive",
@@ -66,15 +64,10 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.own_kernels:compiled_code": ONE,
     "attn_core.backends.flash4.own_kernels:entry_points": ONE,
     "attn_core.backends.flash4.program:_entry": ONE,
-    "jax_frontend.bridge.operator_lane:_registered": ONE,
-    "jax_frontend.bridge.operator_lane:number_devices": ONE,
+    "attn_core.backends.flash4.program:_suppress_address_warning": ONE,
     "attn_core.backends.flash4.program:_versions": ONE,
     **{f"attn_core.backends.flash4.recording:{name}": ONE for name in ("_private_copy", "is_possible", "_watch")},
     "attn_core.backends.flash4.functions:correct_indices": ONE,
-    **{
-        f"attn_core.backends.shared.programs.operator_recorder:{name}": ONE
-        for name in ("_suppress_address_warning", "_recorder", "_identities", "_enumerated")
-    },
     "attn_core.backends.sage:_function": "SageAttention's functions",
     "attn_core.backends.sdpa_cudnn.backend:_kernels": ONE,
     "attn_core.backends.sdpa_cudnn.backend:_trials": ONE,

@@ -22,7 +22,6 @@ from attn_core import backends
 Make = Callable[[], Any]
 
 NO_FUZZING = {
-    "compile_operator_lane": "has no arguments, and compiles for half a minute",
     "Pages": "a tuple of other objects",
     "Step": "a tuple of other objects",
     "Selection": "a result, which callers do not make",

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import DEVNULL, Popen, run
+from subprocess import run
 from typing import Any
 
 import pytest
@@ -28,20 +27,11 @@ LONG = 4.0
 class Outcome:
     """Collects the results of a run in the process that starts the workers."""
 
-    def __init__(self, path: Path, operators: Path) -> None:
-        """path: of the file; operators: the folder that the compiled library of torch's operators goes to."""
-        self._path, self._operators, self._began = path, operators, time.monotonic()
-        self._compiler: Popen[bytes] | None = None
+    def __init__(self, path: Path) -> None:
+        self._path, self._began = path, time.monotonic()
         self._results: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Compiles the library of torch's operators, for which the first tests of all workers would wait."""
-        if not session.config.option.collectonly:
-            code = "import jax_frontend; jax_frontend.compile_operator_lane()"
-            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(self._operators)}
-            self._compiler = Popen([sys.executable, "-c", code], env=environment, stdout=DEVNULL, stderr=DEVNULL)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -60,8 +50,6 @@ class Outcome:
             self._results.setdefault(report.nodeid, "passed")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._compiler is not None:
-            self._compiler.wait()  # has a limit of its own
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldstop
         if not ended or session.config.option.collectonly:
             return

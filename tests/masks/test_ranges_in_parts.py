@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,12 @@ from spec_strategies import Call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, ShapeError, SpecError, masks
-from attn_core.backends.shared.programs import operator_library
 from attn_core.call.key_ranges import contains, visible_blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import one_device, ranges
 from attn_core.context_parallel.bands import Segment
 from attn_core.context_parallel.on_torch import one_device as parts
 from attn_core.context_parallel.tiles import Tile
-from jax_frontend.bridge import compiled_lane
 from torch_frontend.dispatch import in_parts as torch_parts
 
 pytestmark = pytest.mark.sampled
@@ -297,21 +295,12 @@ LARGE = {
 FLASH = ("flash2", "flash3", "xformers", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
 
-@pytest.fixture
-def by_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """JAX calls torch's kernels back, also if the library of operators is compiled: with it XLA merges the parts."""
-    monkeypatch.setattr(operator_library, "missing", lambda: "left out in this test")
-    compiled_lane.lane_of.cache_clear()
-    yield
-    compiled_lane.lane_of.cache_clear()
-
-
 @pytest.mark.cuda
 @pytest.mark.on_gpus(only=lambda framework, name, **_: framework == "torch" or name in ("shared prefix", "prefix-LM"))
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("backend", FLASH)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_kernels_of_a_gpu(framework: str, backend: str, name: str, by_callbacks: None) -> None:
+def test_kernels_of_a_gpu(framework: str, backend: str, name: str) -> None:
     why = reachable(framework, backend, "cuda")
     if why is not None:
         pytest.skip(why)

@@ -53,9 +53,8 @@ def made_up_order(patch: pytest.MonkeyPatch, orders: dict[tuple[str, str], tuple
 
 
 @pytest.fixture(autouse=True)
-def usual_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A static order that does not change with the project's, and no compiled library of torch's operators."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def usual_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A static order that does not change with the project's."""
     in_jax = (*USUAL[:-1], "jax_cudnn", "jax_xla", "math")
     made_up_order(monkeypatch, {("torch", "cuda"): USUAL, ("jax", "cuda"): in_jax})
     with tables_in_force({}):

@@ -28,16 +28,13 @@ from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from attn_core.backends.contract import Backend, Program, Timing
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
-from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
-from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -135,9 +132,7 @@ def operators() -> Operators:
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
-def prepare(
-    operator: Any, settings: dict[str, Any], tensors: tuple[str, ...], *, recorded: bool = False
-) -> Callable[..., Any]:
+def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:
     """Returns a function of some tensors that runs an operator with settings, both by the names in its schema.
 
     Arguments without a setting have the schema's default; tensors that are not named are None. The function calls the
@@ -161,8 +156,7 @@ def prepare(
     in_order = itemgetter(
         *(places.get(argument.name, len(tensors) + place) for place, argument in enumerate(arguments))
     )
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    run = (lambda keys, *operands: operator(*operands)) if recorded else operator.redispatch
+    keys, run = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), operator.redispatch
     if tensors == tuple(argument.name for argument in arguments[: len(tensors)]):  # no need to sort three dozen values
         others = values[len(tensors) :]
         return lambda *operands: run(keys, *operands, *others)
@@ -238,11 +232,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 @lru_cache(maxsize=4096)
 def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Any]:
     """Returns a function of the named tensors that runs the operator for a spec."""
-    return _prepared(direction, tensors, _settings(spec, direction))
-
-
-def _settings(spec: AttentionSpec, direction: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction])
+    settings = tuple((name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction])
+    return _prepared(direction, tensors, settings)
 
 
 @lru_cache(maxsize=4096)  # few settings depend on lengths, so the steps of a decoding loop share one function
@@ -263,41 +254,12 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
-def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns why ``program`` cannot express a supported call."""
-    own = "gradients: only the forward has been proven, as no installed build has a backward"
-    return (*([own] if spec.needs_backward else []), *operator_program.refuses(spec, device))
-
-
-def _forward_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
-    """Returns the forward operator's results without memory; see ``operator_recorder``. None for other operators."""
-    if op is not operators().forward:
-        return None
-    import torch
-
-    q, v, out = arguments["q"], arguments["v"], arguments.get("out")
-    # [batch, len, heads, dim] -> [batch, heads, len]; packed [tokens, heads, dim] -> [heads, tokens]
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out, lse
-
-
-def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
-    """Returns the operator of a forward that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    own = KERNEL.runs(spec)  # XLA pads and cuts widths
-    widened = replace(spec, head_dim=own.head_dim, value_dim=own.value_dim)
-    return operator_program.program(OPERATOR_FUNCTIONS, widened, direction, with_dlse, as_one)
-
-
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash3(spec, inputs, into, partial(_operator, spec, "forward"))
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
     out = None if into is None else writable(into[0])
-    names = "q", "k", "v", "out", *OFFSETS
-    if hasattr(q, "fake_mode"):  # a recording of operators, which the direct call of the kernel would bypass
-        run = prepare(operators().forward, dict(_settings(spec, "forward")), names, recorded=True)
-    else:
-        run = _operator(spec, "forward", *names)
+    run = _operator(spec, "forward", "q", "k", "v", "out", *OFFSETS)
     result, lse, *_ = run(q, k, v, out, *_offsets(inputs))
     return result if out is None else out, lse
 
@@ -437,7 +399,6 @@ _FP8_BACKEND = Backend(
     build=_fp8_build,
     writes_into=("forward",),
 )
-OPERATOR_FUNCTIONS = Functions(forward, backward, True, _forward_without_memory)
 BACKEND = Backend(
     name="flash3",
     framework="torch",
@@ -451,12 +412,6 @@ BACKEND = Backend(
     backward=backward,
     build=build,
     shortcut=shortcut,
-    program=Program(
-        make=program,
-        refuses=program_refuses,
-        operands=operands_in_float32,
-        operator_functions=OPERATOR_FUNCTIONS,
-    ),
     writes_into=("forward", "backward"),
     variants=(_FP8_BACKEND,),
     # Its kernels are made for the one device that it claims.

@@ -12,6 +12,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -39,7 +40,6 @@ from attn_core.backends.shared.programs.kernel_programs import (
     KernelStep,
     Unrecordable,
 )
-from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE, without_memory
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
 
@@ -47,6 +47,10 @@ from attn_core.call.tensors import Inputs, dtype_name
 # the compiled step takes the parts of the whole array itself.
 PARTS = {"qkv": ("q", "k", "v"), "dqkv": ("dq", "dk", "dv")}
 """The arrays ``[..., tokens, 3, heads, head_dim]`` and their parts."""
+
+FAKE_DEVICE = "cuda:0"
+"""The device of tensors without memory. Without an index torch takes the thread's current device, or that of an equal
+tensor before; then a call's tensors were on two devices once a process had used two GPUs."""
 
 Tensors = dict[str, Any]
 """Tensors by their names in ``Inputs`` or in flash-attn-4."""
@@ -89,6 +93,28 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
         with recording(with_memory=False) as recorder:
             run(recorder, inputs, operands, tensors.get("dsinks"))
         return _program(recorder.recorded(tensors.values()), list(tensors), arrays, direction)
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Returns a context in which torch's functions create tensors without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _suppress_address_warning()
+    return FakeTensorMode()
+
+
+@cached_once
+def _suppress_address_warning() -> None:
+    """Triggers and suppresses torch's once-per-process warning about reading a FakeTensor's data_ptr.
+
+    flash-attn-4 and cutlass read addresses for their alignment, so users would see the warning.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with warnings.catch_warnings(), FakeTensorMode():
+        warnings.simplefilter("ignore")
+        torch.empty(1, device="cpu").data_ptr()
 
 
 def _program(call: Recording, names: list[str], arrays: Tensors, direction: str) -> KernelProgram:

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.contract import Backend, Program, Timing
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.autograd import recording, without_gradient
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
-from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
-from attn_core.backends.shared.programs.operator_recorder import Functions, outside
 from attn_core.backends.shared.readable import readable, readable_rows
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -155,17 +152,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
-def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
-    """Returns the forward op's results without memory, in their real layouts; see ``operator_recorder``."""
-    if op is not _kernels()[0]:
-        return None
-    import torch
-
-    q, v = arguments["query"], arguments["value"]
-    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    return without_memory(q, v.shape[3]), lse if arguments["compute_log_sumexp"] else q.new_empty((0,))
-
-
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Runs the op, which allocates its results; ``into`` is unused."""
     import torch
@@ -267,19 +253,13 @@ def as_allocated_for(q: Any, tensor: Any) -> Any:
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
-def without_memory(q: Any, value_dim: int) -> Any:
-    """Returns an output for q without memory, in the layout in which torch allocates it."""
-    shape = (*q.shape[:3], value_dim)
-    return q.new_empty_strided(shape, _strides_of_results(q.shape, q.stride(), value_dim, q.device))
-
-
 @lru_cache(maxsize=4096)
 def _strides_of_results(shape: Any, strides: Any, width: int, device: Any) -> tuple[int, ...]:
     import torch
 
     if width == shape[3]:
-        with outside():  # on the CPU, because a meta tensor has other strides along axes of size 1
-            like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides, device="cpu")).stride()
+        # On the CPU, because a meta tensor has other strides along axes of size 1.
+        like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides, device="cpu")).stride()
         return like
     return _gapless((*shape[:3], width), _filled(_inner_first(strides), device))
 
@@ -293,7 +273,7 @@ def _filled(order: tuple[int, ...], device: Any) -> tuple[int, ...]:
     import torch
 
     shape = (2, 2, 2, 64)
-    with outside(), torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         q = torch.zeros(shape, dtype=torch.bfloat16, device=device).as_strided(shape, _gapless(shape, order))
         v = q.new_zeros((2, 2, 2, 32))
         out = forward_binding()(q, q, v, None, True, 0.0, False, False, scale=1.0)[0]
@@ -342,7 +322,7 @@ def _trials() -> bool:
     import torch
 
     # The first call may be inside an operator, where autograd is off, and must not use up random numbers.
-    with outside(), torch.inference_mode(False), recording():
+    with torch.inference_mode(False), recording():
         return all(_gives_zero(queries, head_dim) for queries, head_dim in TRIALS)
 
 
@@ -369,7 +349,6 @@ def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
     return empty and zero and alike
 
 
-OPERATOR_FUNCTIONS = Functions(forward, backward, fake_results=_without_memory)
 BACKEND = Backend(
     name="sdpa_cudnn",
     framework="torch",
@@ -383,12 +362,6 @@ BACKEND = Backend(
     backward=backward,
     build=build,
     shortcut=shortcut,
-    program=Program(
-        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
-        refuses=operator_program.refuses,
-        operands=operands_in_float32,
-        operator_functions=OPERATOR_FUNCTIONS,
-    ),
     # It is the first of the kernels that torch itself brings.
     preference={"cuda": 30},
     also_called={"sdpa": 30, "cudnn_attention": 10, "cudnn": 10, "native": 30, "torch": 30},

@@ -19,14 +19,11 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core.backends.contract import Backend, Program
+from attn_core.backends.contract import Backend
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
-from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
-from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable_rows
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
@@ -189,15 +186,6 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     return run
 
 
-def _gradients_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
-    """Returns the shapes of the backward op's results; torch's own function for that takes no ``scale`` by name."""
-    if op is not _kernels()[1]:
-        return None
-    q, k, v, bias = (arguments[name] for name in ("query", "key", "value", "bias"))
-    dbias = q.new_empty(bias.shape if arguments["bias_requires_grad"] else (0,))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
-
-
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Runs the op, which allocates its results; ``into`` is unused."""
     how = lower(spec)
@@ -258,7 +246,6 @@ forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
 
 
-OPERATOR_FUNCTIONS = Functions(forward, backward, fake_results=_gradients_without_memory)
 BACKEND = Backend(
     name="sdpa_efficient",
     framework="torch",
@@ -271,12 +258,6 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     shortcut=shortcut,
-    program=Program(
-        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
-        refuses=operator_program.refuses,
-        operands=operands_in_float32,
-        operator_functions=OPERATOR_FUNCTIONS,
-    ),
     # It runs float32, masks and biases for which faster kernels are missing.
     preference={"cuda": 70},
     also_called={

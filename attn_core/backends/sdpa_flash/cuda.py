@@ -16,15 +16,12 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core.backends.contract import Backend, Program, Timing
+from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
-from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
-from attn_core.backends.shared.programs.operator_recorder import Functions
 from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -198,7 +195,6 @@ forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
 
 
-OPERATOR_FUNCTIONS = Functions(forward, backward, writes_into=True)
 BACKEND = Backend(
     name="sdpa_flash",
     framework="torch",
@@ -211,12 +207,6 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     shortcut=shortcut,
-    program=Program(
-        make=partial(operator_program.program, OPERATOR_FUNCTIONS),
-        refuses=operator_program.refuses,
-        operands=operands_in_float32,
-        operator_functions=OPERATOR_FUNCTIONS,
-    ),
     writes_into=("forward",),
     # It is torch's copy of the kernel before it.
     preference={"cuda": 50},

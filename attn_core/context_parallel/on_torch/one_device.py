@@ -90,7 +90,7 @@ def backward(
         Total(keys, keys.shape[1], of_keys),
         Total(values, values.shape[1], of_keys),
     )
-    add_gradients(plan.tiles, saved, keys, values, totals, lends=False)
+    add_gradients(plan.tiles, saved, keys, values, totals)
     dq, dk, dv = (
         total.tensor().to(tensor.dtype).view(tensor.shape) for total, tensor in zip(totals, (q, k, v), strict=True)
     )

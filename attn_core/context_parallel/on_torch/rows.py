@@ -94,16 +94,11 @@ def tile_gradients(
 
 
 def add_gradients(
-    tiles: Iterable[TileRun], saved: SavedRows, k: Tensor, v: Tensor, totals: tuple[Total, Total, Total], *, lends: bool
+    tiles: Iterable[TileRun], saved: SavedRows, k: Tensor, v: Tensor, totals: tuple[Total, Total, Total]
 ) -> None:
-    """Adds the gradients of tiles to the totals of dq, dk and dv.
-
-    Args:
-        lends: whether the first tile's kernel may write into the totals' memory.
-    """
+    """Adds the gradients of tiles to the totals of dq, dk and dv."""
     for tile in tiles:
-        gradients = tile_gradients(tile, saved, k, v, totals if lends else ())
-        lends = False
+        gradients = tile_gradients(tile, saved, k, v)
         for total, places, gradient in zip(totals, (tile.rows, tile.key_sums, tile.key_sums), gradients, strict=True):
             total.add(places, gradient)
         del gradients, gradient  # free them before the next kernel runs

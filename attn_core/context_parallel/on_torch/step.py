@@ -80,20 +80,6 @@ class StepCall(NamedTuple):
         return alone and tile.segments[0][:2] == (0, self.rows)
 
 
-class GradientForm(NamedTuple):
-    """The form of a step's operands in the backward, beside that of ``StepCall``.
-
-    Attributes:
-        of_keys: "own" or "sent", see ``ContextCall.accumulator``.
-        with_dlse: whether the log-sum-exp has a gradient.
-        with_dq: whether dq continues the sum of earlier steps, in place.
-    """
-
-    of_keys: str
-    with_dlse: bool
-    with_dq: bool
-
-
 class PartStep(NamedTuple):
     """A part's tiles in a step.
 
@@ -109,19 +95,12 @@ class PartStep(NamedTuple):
     initialise: bool
 
 
-def prepare_part(step_call: StepCall, part: int, device: Any, *, gradients: bool = False) -> PartStep:
-    """Prepares a part's tiles on a torch.device.
-
-    Args:
-        gradients: whether for a backward, whose tiles have the places of all gathered keys.
-    """
+def prepare_part(step_call: StepCall, part: int, device: Any) -> PartStep:
+    """Prepares a part's tiles on a torch.device."""
     call, step = step_call.call, step_call.step
     coverage, tiles = RowCoverage(step_call.rows, before=step_call.has_earlier_results), step.tiles[part]
     places, gathered = [places_of_tile(tile) for tile in tiles], None
-    if step.gathered and gradients:
-        of_keys = places_in_gathered(call.plan, part)
-        places = [(rows, of_keys[keys]) for rows, keys in places]
-    elif step.gathered:
+    if step.gathered:
         # Several tiles may see one key, and each key is gathered once. The empty array is for parts without tiles.
         needed = np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in places)]))
         size = call.plan.inner * call.plan.k_layout.shard

@@ -12,10 +12,6 @@ RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dqkv", "ds
 """The names of a call's results, of which a backward has some."""
 
 
-OPERATOR = "attn_core.operators.v2"
-"""The target of a step that runs operators of torch; see ``operator_program``."""
-
-
 class Unrecordable(RuntimeError):
     """A call cannot be expressed as kernels on buffers. The message says why."""
 
