@@ -24,7 +24,7 @@ from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
 from attn_core.context_parallel.tiles import Tile
 
 # Measured on NVIDIA H200s of one host, in bfloat16. With 10 % more or less of one of them, the choice changes for at
-# most one of the measured rows.
+# most one row of each measured run.
 MEASURED_ON = "NVIDIA H200"
 PRODUCTS = 700e12
 """Floating-point operations a second of kernels, for two bytes an element."""

@@ -28,7 +28,7 @@ from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel.exchange import KVPair
 from jax_frontend.context_parallel.places import add, take
 from jax_frontend.context_parallel.prepare import RankPlan
-from jax_frontend.context_parallel.tiles import PartTiles
+from jax_frontend.context_parallel.tiles import PartTiles, switch_by_part
 from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
 from jax_frontend.dispatch.local_call import varying_as
 
@@ -183,8 +183,8 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
     shift = 0
     for step, parts, block in keys.blocks():
         arrived = sent.hop(axes, step.shift - shift) if sent is not None and step.moves else None
-        context = plan.tile_context(step, backward=True)
-        dq, dk, dv = context_step.gradients(context, axes, step, parts, q, block, saved, dq)
+        run = partial(tiles.gradients, plan.tile_context(step, backward=True), "own" if step.own else "sent")
+        dq, dk, dv = switch_by_part(axes.part, parts, run, q, block, saved, dq)
         if step.own:
             totals.append((dk, dv))
         elif step.gathered:

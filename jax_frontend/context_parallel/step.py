@@ -29,7 +29,7 @@ from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep, calls_of
 from jax_frontend.context_parallel import tiles
 from jax_frontend.context_parallel.mesh import RankAxes
-from jax_frontend.context_parallel.tiles import PartTiles, TileContext, WholeRows, switch_by_part
+from jax_frontend.context_parallel.tiles import PartTiles, TileContext, switch_by_part
 from jax_frontend.dispatch import local_call, primitive_rules
 from jax_frontend.dispatch.local_call import runs_on
 from jax_frontend.dispatch.ops import to_low_jaxpr
@@ -44,8 +44,6 @@ except ImportError:  # programs for GPUs then use branches
 Array = jax.Array
 Results = tuple[Array, Array]
 """(out, lse) of a part's rows."""
-Gradients = tuple[Array, Array, Array]
-"""(dq, dk, dv)."""
 
 
 def attend(
@@ -76,22 +74,6 @@ def attend(
         program=to_low_jaxpr(branches.trace(*operands).jaxpr),
     )
     return out, lse
-
-
-def gradients(
-    context: TileContext,
-    axes: RankAxes,
-    step: Step,
-    parts: Sequence[PartTiles],
-    q: Array,
-    keys: tuple[Array, ...],
-    saved: WholeRows,
-    dq: Array | None,
-) -> Gradients:
-    """Runs ``tiles.gradients`` with the tiles of this device's part."""
-    run = partial(tiles.gradients, context, "own" if step.own else "sent")
-    so_far = () if dq is None else (dq,)
-    return switch_by_part(axes.part, parts, run, q, keys, saved, *so_far)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=256)
