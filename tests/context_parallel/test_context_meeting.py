@@ -44,7 +44,9 @@ def ranks_of(count: int) -> list[Meeting]:
 
 
 def begin(rank: Meeting, calls: str | list[str], kind: str = "forward") -> None:
+    """Begins exchanges of calls that all ranks made before."""
     for call in calls:
+        rank.known[call] = None
         rank.begin(Exchange.of(kind, call))
         rank.end()
 
@@ -116,6 +118,7 @@ def test_ranks_that_agreed_again_begin_anew() -> None:
     first, second = ranks_of(2)
     begin(first, "a")
     begin(second, "a")
+    first.known["b"] = None
     first.begin(Exchange.of("forward", "b"))
     # Rank 1 refuses exchange 2, which rank 0 has begun.
     with (

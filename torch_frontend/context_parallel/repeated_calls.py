@@ -28,7 +28,7 @@ class RepeatedCall:
     """What the first call of a kind found out.
 
     Attributes:
-        known: the call; None until ranks have compared it.
+        known: the call; None until it is planned.
     """
 
     known: SharedCall | None = None

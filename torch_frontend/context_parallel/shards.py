@@ -11,6 +11,7 @@ from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
 from torch_frontend.context_parallel.agreement.calls import announce_error, find_meeting
+from torch_frontend.context_parallel.agreement.meeting import Exchange
 from torch_frontend.context_parallel.exchange.exchanges import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -73,11 +74,13 @@ def unshard_sequence(
     what = f"x {list(x.shape)} {x.dtype} on {x.device.type}, dim {dim}"
     meeting = find_meeting(*map(find_axis, group_names(mesh)))
     if meeting is not None:
-        meeting.compare(f"unshard_sequence: {what}, {where}")
+        meeting.begin(Exchange.of("unshard_sequence", f"{what}, {where}"))
     shards = x.movedim(dim, 0).contiguous()
     # The inner axis first: ranks are numbered outer first, so the gathered shards end up in the order of ranks.
     for name in reversed(group_names(mesh)):
         shards = gather(find_axis(name), [shards[None, :, None]]).wait()[0][0, :, 0]  # as [batch, places, heads, ...]
+    if meeting is not None:
+        meeting.end()
     return shards.index_select(0, order).movedim(0, dim)
 
 

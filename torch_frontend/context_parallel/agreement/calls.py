@@ -15,7 +15,7 @@ from attn_core.errors import ShapeError
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.agreement.meeting import Exchange, Meeting
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
-from torch_frontend.context_parallel.prepare import RankPlan, explain_request, prepare
+from torch_frontend.context_parallel.prepare import RankPlan, prepare
 
 
 class SharedCall(NamedTuple):
@@ -34,13 +34,13 @@ class SharedCall(NamedTuple):
     backward: Exchange
 
     def begin(self, exchange: Exchange) -> None:
-        """Counts an exchange that begins now.
+        """Counts an exchange that begins now; compares each kind of call once between all ranks.
 
         Raises:
-            SpecError: if another rank refused this exchange, or one from which some rank had returned already.
+            SpecError: if another rank makes another call, refused this one, or one from which some rank had returned.
         """
         if self.meeting is not None:
-            self.meeting.begin(exchange)
+            self.meeting.begin(exchange, self.request)
 
     def end(self) -> None:
         """Ends the exchange that began last. Raises SpecError if another rank refused it."""
@@ -49,11 +49,7 @@ class SharedCall(NamedTuple):
 
 
 def prepare_together(request: Request, *, compiled: bool = False) -> SharedCall:
-    """Plans a call, and compares each kind of call once between all ranks.
-
-    If some rank raises an error, or plans something else, every rank raises an error. Otherwise the other ranks would
-    wait for it.
-    """
+    """Plans a call. If this rank raises an error, every rank does: the others would wait for it."""
     axes = tuple(map(find_axis, request.axes))
     return _share(request, compiled, find_meeting(*axes), axes)
 
@@ -62,17 +58,14 @@ def prepare_together(request: Request, *, compiled: bool = False) -> SharedCall:
 @lru_cache(maxsize=64)
 def _share(request: Request, compiled: bool, meeting: Meeting | None, axes: tuple[RankAxis, ...]) -> SharedCall:
     try:
-        choice, call = explain_request(request)[:2]
         plan = prepare(request)
     except Exception as error:
         if meeting is not None:
             meeting.refuse(error)
         raise
     # Sorted, because the order of a set of strings differs between processes, and ranks compare this text.
-    names = ", ".join(sorted({name for _, name in call.backends}))
-    text = f"{describe_request(request)}: {choice.strategy} on {names}"
-    if meeting is not None and text not in meeting.known:
-        meeting.meet(text, request)
+    names = ", ".join(sorted({name for _, name in plan.call.backends}))
+    text = f"{describe_request(request)}: {plan.call.plan.strategy} on {names}"
     kinds = ("compiled forward", "compiled backward") if compiled else ("forward", "backward")
     return SharedCall(request, plan, meeting, *(Exchange.of(kind, text) for kind in kinds))
 

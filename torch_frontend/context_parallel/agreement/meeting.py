@@ -118,22 +118,29 @@ class Meeting:
         """The difference that the watcher found, and the error of all later calls."""
         _start_watcher(self, watched, min(POLL * size, 2.0))
 
-    def begin(self, exchange: Exchange) -> None:
-        """Counts an exchange that this rank begins. Sends nothing, unless a rank refused a call or asked for a meeting.
+    def begin(self, exchange: Exchange, known: Any = None) -> None:
+        """Counts an exchange that this rank begins. Sends nothing, unless its call is new or a rank refused one.
+
+        Args:
+            known: what ``play`` needs of the call; None for one that is new each time.
 
         Raises:
-            SpecError: if another rank refused this call or an earlier one, or makes another one.
+            SpecError: if another rank refused this call or an earlier one, or makes another one. The message lists each
+                rank's call.
+            TimeoutError: if the call is new and a rank does not come.
         """
+        agreed = exchange.call in self.known
         while True:
             with self._lock:
                 number = self._count + 1
-                if not (self.unsettled or self._apart or self._final or number in self._asked):
+                if not (self.unsettled or self._apart or self._final) and agreed and number not in self._asked:
                     self._count, self._digest = number, zlib.crc32(exchange.mark, self._digest)
                     self._begun.append((number, self._digest, exchange))
                     return
             self._settle_earlier()
-            if self._count + 1 in self._asked:
-                self.meet(_shown(exchange))
+            if not agreed or self._count + 1 in self._asked:
+                self._meet(exchange, known)
+                agreed = True
 
     def end(self) -> None:
         """Ends the exchange that this rank began last; raises SpecError if another rank refused it."""
@@ -142,16 +149,10 @@ class Meeting:
         if refused:
             self._settle_earlier(raises=True)
 
-    def meet(self, call: str, known: Any = None) -> None:
-        """Compares this rank's call with the calls of all ranks at the next number, and remembers ``known`` for it.
-
-        Raises:
-            SpecError: on every rank, if the calls differ; the message lists each rank's.
-            TimeoutError: if a rank does not come.
-        """
-        self._settle_earlier()
-        number, answers = self._answer(Answer(call))
-        if any(each.text != call for each in answers if each):
+    def _meet(self, exchange: Exchange, known: Any) -> None:
+        """Compares this rank's exchange with those of all ranks at the next number, and remembers the call."""
+        number, answers = self._answer(Answer(_shown(exchange)))
+        if any(each.text != _shown(exchange) for each in answers if each):
             self._settle(number, answers)
         # Every rank has read the answers of the last one, because it came to this one. Answers to refusals stay: a rank
         # that gave up waiting for the others reads them later.
@@ -159,15 +160,9 @@ class Meeting:
             self._store.delete_key(f"{self._agreed}/{self._rank}")
         self._agreed = number
         if known is not None:
-            self.known[call] = known
+            self.known[exchange.call] = known
             if len(self.known) > REMEMBERED:
                 del self.known[next(iter(self.known))]
-
-    def compare(self, call: str) -> None:
-        """Meets before an exchange that ``begin`` does not count, and counts it. Raises as ``meet``."""
-        self.meet(call)
-        with self._lock:
-            self._count = self._ended = self._count + 1
 
     def refuse(self, error: Exception) -> None:
         """Tells the other ranks that this rank refuses the call, or the backward, that it was about to begin.
