@@ -44,7 +44,7 @@ help:
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"
 	@echo "make docs        builds the documentation in site/"
 	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
-	@echo "make support     writes docs/reference/support.md, devices.md and known_bad.md from the data of the backends"
+	@echo "make support     writes the pages and pictures of docs that show data of the backends"
 	@echo "make venv LOCKED=1  builds .venv, for Python 3.11 on Linux x86_64, from files whose hashes requirements.lock has"
 	@echo "make lock        writes requirements.lock from pyproject.toml and constraints.txt"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"

@@ -19,7 +19,7 @@ from attn_core.errors import SpecError
 from examples.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/explanation/training.md"
+RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/lab/training.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def stem(result: dict[str, Any]) -> str:
 
 
 def render() -> None:
-    """Writes docs/explanation/training.md and its plots from the stored results."""
+    """Writes docs/lab/training.md and its plots from the stored results."""
     from examples.training.plot import draw
 
     results = stored()
@@ -191,9 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", type=_layout, default="zigzag", metavar="NAME", help=layouts)
     parser.add_argument("--packed", action="store_true", help="rows of --ranks hold packed documents, in two packings")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to this file")
-    parser.add_argument(
-        "--write", action="store_true", help="also make control runs, and write docs/explanation/training.md"
-    )
+    parser.add_argument("--write", action="store_true", help="also make control runs, and write docs/lab/training.md")
     parser.add_argument("--render", action="store_true", help="only write the page and its plots from stored results")
     return parser
 

@@ -1,4 +1,4 @@
-"""Draws a plot of docs/explanation/training.md: the two loss curves, and below them their difference."""
+"""Draws a plot of docs/lab/training.md: the two loss curves, and below them their difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the runs, decides what counts as failure, and renders docs/explanation/training.md."""
+"""Compares the runs, decides what counts as failure, and renders docs/lab/training.md."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _kernels(backends: list[str]) -> str:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """Returns docs/explanation/training.md.
+    """Returns docs/lab/training.md.
 
     Args:
         results: the results by the stems of their files, such as "training".
@@ -221,11 +221,12 @@ on scores. `examples.training.jax_nn.with_attention` returns either of them for 
 def _over_ranks() -> str:
     return f"""## Rows spread over ranks
 
-`python -m examples.training --ranks 2` trains the model by [context parallelism](context_parallel.md): in torch over
-two processes that `torch.distributed.run` starts (gloo on a CPU, NCCL on GPUs), in JAX over two devices of one process
-(on a CPU, XLA provides two). `shard_sequence` cuts each step's tokens, targets and weights. A rank's loss is its share
-of the mean over all tokens, and gradients are summed over ranks. `--strategy` names a strategy instead of automatic
-choice, and `--layout` another layout than zigzag.
+`python -m examples.training --ranks 2` trains the model by
+[context parallelism](../explanation/context_parallel.md): in torch over two processes that `torch.distributed.run`
+starts (gloo on a CPU, NCCL on GPUs), in JAX over two devices of one process (on a CPU, XLA provides two).
+`shard_sequence` cuts each step's tokens, targets and weights. A rank's loss is its share of the mean over all tokens,
+and gradients are summed over ranks. `--strategy` names a strategy instead of automatic choice, and `--layout` another
+layout than zigzag.
 
 Rows are dense. With `--packed` they hold packed documents, in two packings that take turns: the documents are a part of
 the plan, and JAX compiles each plan. `--packed --layout documents` deals the documents to the ranks, short ones whole.

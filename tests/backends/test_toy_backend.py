@@ -108,7 +108,7 @@ def test_a_new_folder_becomes_a_backend_without_other_edits(tmp_path: Path) -> N
     assert process.returncode == 0, process.stderr
     seen = json.loads(process.stdout)
     assert "toy" in seen["names"] and "flash2" in seen["names"]
-    assert "| `toy` | the toy kernel | torch | `torch` | cpu | float32 |" in seen["page"]
+    assert "| `toy` | torch | `torch` | cpu | float32 |" in seen["page"]
     for framework in ("torch", "jax"):
         result = seen[framework]
         assert result["near"] and result["chosen"] == "toy" and result["version"] == "toy 1.0"

@@ -150,7 +150,7 @@ def test_windows_may_leave_work_more_even_than_a_zigzag(window: int, dealt: floa
 
 
 def test_windows_may_leave_work_less_even_than_a_zigzag() -> None:
-    """The numbers in docs/explanation/context_parallel.md, and a row of two ranks whose zigzag is more even."""
+    """A row that dealing leaves more even than a zigzag, on eight ranks as even; and one whose zigzag is more even."""
     example = (9000, 8168, 6000, 4400, 3000, 2000, 200)
     assert [round(balance, 2) for balance in balances(example, 2, 4096)] == [0.98, 0.89]
     assert [round(balance, 2) for balance in balances(example, 8, 4096)] == [0.83, 0.83]

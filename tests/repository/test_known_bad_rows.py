@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -135,16 +136,25 @@ def test_most_random_calls_meet_no_row() -> None:
         assert met < len(calls) / 2, name
 
 
-def test_the_page_is_current() -> None:
-    page = ROOT / "docs/reference/known_bad.md"
-    assert page.read_text(encoding="utf-8") == known_bad_page.render(), "stale: run `make support`"
+@pytest.mark.parametrize(
+    ("page", "render"),
+    [
+        ("docs/reference/known_bad.md", known_bad_page.render),
+        ("docs/lab/watched_reports.md", known_bad_page.render_watched),
+    ],
+)
+def test_the_page_is_current(page: str, render: Callable[[], str]) -> None:
+    assert (ROOT / page).read_text(encoding="utf-8") == render(), "stale: run `make support`"
 
 
-def test_the_page_has_every_row() -> None:
-    page = known_bad_page.render()
-    assert all(row.link in page and f"`{row.name}`" in page and row.symptom in page for row in ROWS)
-    assert all(entry.link in page and entry.symptom in page for entry in WATCHED)
-    cells = {line.count(" | ") for line in page.splitlines() if line.startswith("| [")}
+def test_the_pages_have_every_row() -> None:
+    pages = {"refused": known_bad_page.render(), "avoided": known_bad_page.render_watched()}
+    for row in ROWS:
+        page = pages[row.handling]
+        assert row.link in page and f"`{row.name}`" in page and row.symptom in page
+    watched = pages["avoided"]
+    assert all(entry.link in watched and entry.symptom in watched for entry in WATCHED)
+    cells = {line.count(" | ") for line in watched.splitlines() if line.startswith("| [")}
     assert cells == {3}, "a bar in a text would split a cell"
 
 

@@ -1,1 +1,1 @@
-"""Writers of the pages of docs/reference that say what the backends declare."""
+"""Writers of the pages that say what the backends declare."""

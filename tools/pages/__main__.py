@@ -1,4 +1,4 @@
-"""Writes support.md, devices.md and known_bad.md in docs/reference, and plans in docs/images: ``make support``.
+"""Writes pages of docs/reference and docs/lab, and plans in docs/images, from data of the backends: ``make support``.
 
     python -m tools.pages [--check]
 
@@ -18,6 +18,7 @@ PAGES = {
     "reference/support.md": support.render,
     "reference/devices.md": devices.render,
     "reference/known_bad.md": known_bad.render,
+    "lab/watched_reports.md": known_bad.render_watched,
     **{f"images/{name}": draw for name, draw in plans.PICTURES.items()},
 }
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/certificates.md, from the certificates of this project's machines.
+"""The tables of docs/lab/certificates.md, from the certificates of this project's machines.
 
 ``attn certify --json benchmarks/results/certificate-NAME.json`` writes a certificate, ``benchmarks.report`` the page.
 """

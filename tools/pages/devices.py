@@ -45,6 +45,10 @@ IN_FIRST_TABLE = ("training", "decoding from pages")
 SHOWN = 3
 """So many of the backends that automatic choice may take are shown; the rest is in the second table."""
 
+BY_NAME = "by name"
+MARKS = {BOTH: "forward and backward", FORWARD_ONLY: "forward only", BY_NAME: "only by name"}
+"""The columns of the second table."""
+
 PACKAGES = {"flash4": "flash-attn-4", "flash3": "tokenspeed-fa3", "flash2": "flash-attn"}
 """The package with a backend's kernel, for the backends that do not come with torch or JAX.
 
@@ -52,25 +56,25 @@ Only those that can make automatic choice faster: ``xformers`` launches kernels 
 
 HEAD = f"""# Which kernels for which GPU
 
-This page shows which kernels run on a card, and what to install for them. `make support` writes it from the claims of
-the backends; do not edit it. A claim is not a measurement: this project has run GPU kernels only on an H100 and an
-H200. [What each backend supports](support.md) lists the features of each backend.
+Which kernels run on a card, and what to install for them. `make support` writes this page from what the backends
+declare. A declaration is not a measurement: this project has run GPU kernels only on an H100 and an H200.
+[What each backend supports](support.md) lists the features.
 
 ## What to install
 
-The second column has the name that `attn explain --device` takes. The next two have the first {SHOWN} backends of
-automatic choice, if everything is installed. The last one has the packages that bring them, where torch does not;
-without these packages the next backend runs. `math` and `jax_xla` are exact, but not fused kernels.
+`attn explain --device` takes the name in the second column. The next two columns have the first {SHOWN} kernels of
+automatic choice, if everything is installed; without a package the next one runs. `math` and `jax_xla` take every
+option, but are not fused kernels.
 """
 
-CALLS = f"""
-- Training, inference and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a
-  head_dim of 128 and four query heads for each kv head. Other calls may run on other kernels: ask `attn explain`,
-  anywhere. The calls are torch's, on a TPU JAX's.
-- The order shown is the static one. On a card that was measured (H100, H200, or yours after `attn tune`), it depends on
-  the call and follows the measurements.
-- On every other device the framework's own operations run: `math` in torch, `jax_xla` in JAX. A TPU and the GPUs of
-  AMD, Apple and Intel are such devices. This project never ran them there. Kernels for these devices run by name only.
+CALLS = """
+- Training and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a head_dim
+  of 128 and four query heads for each kv head, in torch, on a TPU in JAX. Other calls may run on other kernels: ask
+  `attn explain`, anywhere.
+- The order is the fixed one. On a card that was measured (H100, H200, or yours after `attn tune`) it depends on the
+  call.
+- On the GPUs of AMD, Apple and Intel and on TPUs, the framework's own operations run. This project never ran them
+  there.
 - `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference.
 
 ```bash
@@ -79,23 +83,22 @@ attn explain --heads 32 --kv-heads 8 --head-dim 128 --q-len 4096 --causal --dtyp
 
 ## Every backend on every card
 
-`{BOTH}` means forward and backward, `{FORWARD_ONLY}` only forward, of at least one of the calls above. In brackets:
-only if you request the backend by name. `{NONE}` means that the backend refuses all of them, with the reason.
-"""
-
-BY_NAME = """
-A backend runs by name only if its results are approximate, if this project never ran it on such a device, or if it is a
-variant of another backend.
+What can run at least one of the calls above. A backend runs by name only if its results are approximate, if this
+project never ran it on such a device, or if it is a variant of another backend.
 """
 
 
 def render() -> str:
     """Returns the whole page as Markdown."""
     install = [["card", "device", *IN_FIRST_TABLE, "install"], *(_row(device) for device in DEVICES)]
-    usable = [device for device in DEVICES if any(_cell(name, device) != NONE for name in backends.names())]
-    cells = [["backend", *(device.cards for device in usable)]]
-    cells += [[f"`{name}`", *(_cell(name, device) for device in usable)] for name in backends.names()]
-    return "\n".join([HEAD, table_of(install) + CALLS, table_of(cells) + BY_NAME])
+    everything = [["card", *MARKS.values()], *(_everything(device) for device in DEVICES)]
+    return "\n".join([HEAD, table_of(install) + CALLS, table_of(everything)])
+
+
+def _everything(device: Device) -> list[str]:
+    marks = {name: mark_of(name, device) for name in backends.names()}
+    lists = [[f"`{name}`" for name in marks if marks[name] == mark] for mark in MARKS]
+    return [device.cards, *(", ".join(names) or NONE for names in lists)]
 
 
 def _row(device: Device) -> list[str]:
@@ -115,12 +118,14 @@ def _install(name: str, device: Device) -> str:
     return "" if package is None else commands_of(package, Machine(device=device.name))[-1]
 
 
-def _cell(name: str, device: Device) -> str:
+def mark_of(name: str, device: Device) -> str:
+    """Returns one of MARKS, or NONE, for a backend on a device."""
     if not any(runs(name, device, call) for call in CALL_NAMES):
         return NONE
-    mark = BOTH if runs(name, device, "training") else FORWARD_ONLY
     target = _target(name, device)
-    return mark if any(name in _order(target, call) for call in CALL_NAMES) else f"({mark})"
+    if not any(name in _order(target, call) for call in CALL_NAMES):
+        return BY_NAME
+    return BOTH if runs(name, device, "training") else FORWARD_ONLY
 
 
 def runs(name: str, device: Device, call: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writes docs/reference/known_bad.md from the rows of known_bad.json and watched.json; imports no kernel."""
+"""Writes docs/reference/known_bad.md and docs/lab/watched_reports.md; imports no kernel."""
 
 from __future__ import annotations
 
@@ -41,33 +41,26 @@ class Watched(NamedTuple):
 
 HEAD = """# Known-bad kernels
 
-Versions of upstream packages that compute something wrong, and what attn-core does about it. `make support` writes this
-page from `attn_core/backends/known_bad.json` and `tools/pages/watched.json`; do not edit it.
+Versions of upstream packages that compute something wrong. `make support` writes this page from
+`attn_core/backends/known_bad.json`. [Watched reports](../lab/watched_reports.md) has faults that our calls avoid.
 
-A kernel that is **refused** runs neither automatically nor by name: the error and `explain` quote the row, with its
-link. `attn doctor` lists the rows that concern a machine. If you plan for another machine, the versions of its packages
-are unknown, and all rows count except those about every call.
-
-A fault that is **avoided** cannot happen to a call of attn-core; the row says why.
-
-Every row has a test on the kernel itself (`tests/backends/test_known_bad.py`). It passes while the kernel is wrong, and
-fails once upstream has mended it; then shorten the versions of the row. To try a refused kernel yourself, call its
-backend without selection:
-
-```python
-import torch
-
-from attn_core import AttentionSpec, backends
-from attn_core.call.tensors import Inputs
-
-spec = AttentionSpec(batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, dtype="float32")
-q, k, v = torch.randn(3, 1, 5, 2, 8)
-out, lse = backends.load("sdpa_flash", "cpu").forward(spec, Inputs(q, k, v))  # "cuda" for a GPU's kernels
-```
+Such a kernel runs neither automatically nor by name: the error and `explain` quote the row, with its link. `attn
+doctor` lists the rows that concern a machine. A test shows each fault on the kernel itself, and fails once upstream has
+mended it.
 """
 
-WATCH = """
-## Watch list
+WATCH = """# Watched reports
+
+`make support` writes this page from `attn_core/backends/known_bad.json` and `tools/pages/watched.json`.
+[Known-bad kernels](../reference/known_bad.md) has the kernels that are refused.
+
+## Avoided
+
+These faults cannot happen to a call of attn-core; the row says why.
+"""
+
+REPORTS = """
+## Reports
 
 Reports of faults that could make attention wrong, stop it, or reach outside its buffers, and whether our calls are
 affected. They were read in an archive of threads that ends in September 2026, so their state may have changed since.
@@ -80,20 +73,29 @@ def watched() -> tuple[Watched, ...]:
 
 
 def render() -> str:
-    """Returns the whole page as Markdown."""
+    """Returns the page of known-bad kernels as Markdown."""
     refused = map(_refused, _of("refused"))
-    avoided = map(_avoided, _of("avoided"))
     words = ((f"`{word}`", quantity.meaning) for word, quantity in QUANTITIES.items())
     return "\n".join(
         [
             HEAD,
             "## Refused\n",
             *_table(("backends", "faulty", "calls", "symptom", "found"), refused),
-            "\n## Avoided\n",
-            *_table(("backends", "faulty", "fault", "how our calls avoid it", "found"), avoided),
             "\n## Words of the conditions\n",
             *_table(("word", "meaning"), words),
+            "",
+        ]
+    )
+
+
+def render_watched() -> str:
+    """Returns the page of watched reports as Markdown."""
+    avoided = map(_avoided, _of("avoided"))
+    return "\n".join(
+        [
             WATCH,
+            *_table(("backends", "faulty", "fault", "how our calls avoid it", "found"), avoided),
+            REPORTS,
             *_table(("report", "symptom", "affected", "state"), map(_watched, watched())),
             "",
         ]

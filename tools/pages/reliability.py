@@ -1,4 +1,6 @@
-"""The tables of docs/explanation/reliability.md: campaigns, the tests of GPUs, and faults, for ``benchmarks.report``.
+"""The tables about campaigns, the tests of GPUs, and faults, for ``benchmarks.report``.
+
+``docs/explanation/reliability.md`` shows which programs have the bits of eager calls, and ``docs/lab`` the others.
 
 A fault of a stored campaign that is understood says in "explained" what it was.
 """
@@ -27,7 +29,7 @@ def campaigns() -> str:
     for run in runs:
         by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
     kinds = [_kind(kind, runs) for kind, runs in by_kind.items()]
-    return "\n".join([_overview(runs), *kinds, _both_ways(runs)]).rstrip()
+    return "\n".join([_overview(runs), *kinds, *_both_ways(runs)]).rstrip()
 
 
 MOST_REASONS = 10
@@ -64,28 +66,23 @@ def suites() -> str:
     return "\n".join(lines)
 
 
-def _both_ways(runs: list[dict[str, Any]]) -> str:
-    """Returns the section about programs and eager calls: the claims of the code, and what campaigns counted."""
-    lines = [
-        "## Programs and eager calls\n",
-        "Results and gradients of a program and of the eager call have the same bits. A difference is a fault:\n",
-        "| device | framework | calls without gradients | calls with gradients |\n|---|---|---|---|",
-    ]
-    for kind, by_framework in same_bits.HOLDS.items():
-        for framework, equal in by_framework.items():
-            names = " | ".join(", ".join(f"`{name}`" for name in sorted(part)) or "not measured" for part in equal)
-            lines.append(f"| {kind} | {framework} | {names} |")
-    lines.append(
-        "\n`jax_xla` may have other last bits under `jax.jit` than eagerly: XLA chooses its code by processor and by "
-        "program, and\nunder `jax.jit` one program has the forward and the backward. On an AMD EPYC without AVX-512 "
-        "only calls with gradients\ndiffered. Calls that the table does not have stay within the bounds both ways, and "
-        "the campaign counts equal bits.\n"
-    )
+def _both_ways(runs: list[dict[str, Any]]) -> list[str]:
+    """Returns the section about programs and eager calls: what campaigns counted."""
     total: dict[str, Any] = {}
     for run in runs:
         kind = backends.kind_of(next(iter(run["devices"].values())))
         add_counts(total, {f"{key}, {kind}": row for key, row in run.get("both ways", {}).items()})
-    return "\n".join([*lines, *([coverage.table_of_bits(total), ""] if total else [])])
+    return ["## Programs and eager calls\n", coverage.table_of_bits(total), ""] if total else []
+
+
+def programs() -> str:
+    """Returns the backends whose programs have the bits of eager calls. A difference is a fault."""
+    lines = ["| device | framework | calls without gradients | calls with gradients |\n|---|---|---|---|"]
+    for kind, by_framework in same_bits.HOLDS.items():
+        for framework, equal in by_framework.items():
+            names = " | ".join(", ".join(f"`{name}`" for name in sorted(part)) or "not measured" for part in equal)
+            lines.append(f"| {kind} | {framework} | {names} |")
+    return "\n".join(lines)
 
 
 def _overview(runs: list[dict[str, Any]]) -> str:
@@ -156,4 +153,9 @@ def faults() -> str:
     return "\n".join(lines).rstrip()
 
 
-TABLES: dict[str, Callable[[], str]] = {"suites": suites, "campaigns": campaigns, "faults": faults}
+TABLES: dict[str, Callable[[], str]] = {
+    "suites": suites,
+    "campaigns": campaigns,
+    "programs": programs,
+    "faults": faults,
+}

@@ -38,7 +38,7 @@ GROUPS = {
         "invariant": '`invariant="batch"`',
         "invariant prefix": '`invariant="prefix"`',
         "dropout": "`dropout`",
-        "portable_dropout": "portable dropout: drops the same weights as other backends with this claim",
+        "portable_dropout": "portable dropout: drops the same weights as the others named here",
     },
     "Other calls, and restrictions": {
         "paged": "keys and values in pages",
@@ -57,15 +57,14 @@ GROUPS["Results, gradients and dropout"] |= {
 """Every boolean claim of Support and its name in the tables, a table for each group."""
 FEATURES = {claim: name for group in GROUPS.values() for claim, name in group.items()}
 
-HEAD = f"""# What each backend supports
+HEAD = """# What each backend supports
 
-This page shows what each backend can run. `make support` writes it from the claims of the backends; do not edit it.
-`{BOTH}` means forward and backward, `{FORWARD_ONLY}` only forward.
-`{NONE}` means that the backend refuses the call, with the reason.
-[Which kernels for which GPU](devices.md) has the same by card; the [Glossary](glossary.md) has the words.
+Which kernels can run what. `make support` writes this page from what the backends declare, and tests compare each
+declaration with a reference. A backend that a row does not name refuses such a call, with the reason.
+[Which kernels for which GPU](devices.md) has the cards; the [Glossary](glossary.md) has the words.
 
-A claim covers one feature at a time. Rules about two features together, or about sizes, are in the backend's `refuses`.
-For one call, `attn explain` with the call's options shows what can run it and, with `--all`, every reason:
+A row is about one feature at a time. For one call, `attn explain` with the call's options shows what can run it and,
+with `--all`, every reason:
 
 ```bash
 attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --device sm90 --assume-installed
@@ -91,10 +90,14 @@ def built() -> dict[str, Backend]:
 
 
 def _features(named: dict[str, Backend], group: dict[str, str]) -> str:
-    rows = [["backend", *group.values()]]
-    for name, backend in named.items():
-        rows.append([name, *(cell(backend, claim) for claim in group)])
+    rows = [["", "forward and backward", "forward only"]]
+    for claim, title in group.items():
+        rows.append([title, *(_names_of(named, claim, mark) for mark in (BOTH, FORWARD_ONLY))])
     return table_of(rows)
+
+
+def _names_of(named: dict[str, Backend], claim: str, mark: str) -> str:
+    return ", ".join(name for name, backend in named.items() if cell(backend, claim) == mark) or NONE
 
 
 def cell(backend: Backend, claim: str) -> str:
@@ -114,21 +117,18 @@ def _claims(support: Support, claim: str) -> bool:
 
 
 def _limits(named: dict[str, Backend]) -> str:
-    rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments"]]
-    rows[0] += ["backward", "forward mode"]
+    rows = [["backend", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "forward mode"]]
     for name, backend in named.items():
         forward = backend.forward_claims
         rows.append(
             [
                 name,
-                forward.kernel,
                 backend.framework,
                 f"`{backend.requires}`",
                 ", ".join(forward.devices),
                 ", ".join(forward.dtypes),
                 head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
-                "yes" if backend.backward_claims is not None else "no",
                 "yes" if backend.forward_mode is not None else "no",
             ]
         )
@@ -144,10 +144,9 @@ def head_dims(support: Support) -> str:
 def _preference() -> str:
     lines = _orders(backends.usual_order)
     lines.append(
-        "\n`any` is every device without a line of its own: a TPU, or a GPU of AMD, Apple or Intel.\n"
-        "On a device that was measured, the order depends on the call and follows the measurements.\n"
-        "Backends that no line and no measurement names run only when requested by name. So do approximate backends,\n"
-        "and backends that this project never ran on such a device.\n\n"
+        "\nThe first that can run the call is chosen. On a device that was measured, the order depends on the call\n"
+        "and follows the measurements. `any` is every device without a line of its own: a TPU, or a GPU of AMD,\n"
+        "Apple or Intel. Backends that no line names run only if you request them by name.\n\n"
         "In forward mode, one of these computes the tangents:\n"
     )
     lines += _orders(backends.forward_mode_order)
