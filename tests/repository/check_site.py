@@ -32,7 +32,7 @@ PAGES = (
     "reference/devices/",
     "reference/support/",
     "reference/semantics/",
-    "reference/api/",
+    "reference/api_torch/",
     "explanation/comparison/",
     "explanation/performance/",
 )
