@@ -74,8 +74,7 @@ class Choice:
 
     def candidate(self, strategy: str) -> Candidate:
         """Returns the candidate of a strategy."""
-        how = self.axes, self.memory, self.bands, self.launched
-        return _evaluate(self.spec, self.documents, strategy, self.layout, *how)
+        return _evaluate(replace(self, requested=None, strategy=None), strategy)
 
     @property
     def cost(self) -> Cost | None:
@@ -262,22 +261,16 @@ def choose_layout(
 
 
 @lru_cache(maxsize=1024)
-def _evaluate(
-    spec: AttentionSpec,
-    documents: tuple[int, ...] | None,
-    strategy: str,
-    layout: str,
-    axes: AxisSizes,
-    memory: float | None,
-    bands: Bands,
-    launched: bool,
-) -> Candidate:
+def _evaluate(asked: Choice, strategy: str) -> Candidate:
+    """Returns the candidate of a strategy for what an undecided choice asks."""
+    spec, axes, memory = asked.spec, asked.axes, asked.memory
     try:
         # Heads come first: without a number of copies there is no plan.
         kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
-    cost = cost_of(spec, plan_spec(spec, documents, strategy, layout, axes, bands), launched=launched)
+    plan = plan_spec(spec, asked.documents, strategy, asked.layout, axes, asked.bands)
+    cost = cost_of(spec, plan, launched=asked.launched)
     refusals: tuple[str, ...] = ()
     if memory is not None and cost.held > memory:
         refusals = (f"memory: {cost.held / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
