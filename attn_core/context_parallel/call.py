@@ -15,7 +15,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.bands import BandedSegment, VisibleBand
 from attn_core.context_parallel.layout import check_layout
-from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
+from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, outer_and_inner
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError, SpecError
 from attn_core.selection import Target, new_plans, preference, refusals, select
@@ -135,7 +135,7 @@ def plan_spec(
     visible = VisibleBand(edge.left, edge.right, edge.offset, documents)
     if bands is not None:  # causal, window and documents are in them
         visible = VisibleBand(None, None, parts=bands, packs=spec.batch == 1)
-    return build_plan(strategy, layout, *parts_and_members(axes, strategy), spec.q_len, spec.kv_len, visible)
+    return build_plan(strategy, layout, *outer_and_inner(axes, strategy, 1), spec.q_len, spec.kv_len, visible)
 
 
 def check_spec(spec: AttentionSpec, bands: Bands = None) -> None:

@@ -13,7 +13,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost import GIB, MEASURED_ON, Cost, cost_of
 from attn_core.context_parallel.layout import check_layout, layout_for_window
-from attn_core.context_parallel.plan import AxisSizes, parts_and_members
+from attn_core.context_parallel.plan import AxisSizes, outer_and_inner
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
 from attn_core.selection.choice import lane_of
@@ -266,7 +266,7 @@ def _evaluate(asked: Choice, strategy: str) -> Candidate:
     spec, axes, memory = asked.spec, asked.axes, asked.memory
     try:
         # Heads come first: without a number of copies there is no plan.
-        kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
+        kv_repeats(spec.num_heads, spec.num_kv_heads, outer_and_inner(axes, strategy, 1)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
     plan = plan_spec(spec, asked.documents, strategy, asked.layout, axes, asked.bands)

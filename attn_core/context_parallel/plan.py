@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from attn_core.context_parallel import borders
 from attn_core.context_parallel import layout as layouts
@@ -20,6 +21,7 @@ exchange heads for positions. On two axes, one of the first two on the outer axi
 
 AxisSizes = tuple[int] | tuple[int, int]
 """The sizes of one axis of ranks, or of two: (outer, inner). Ranks along the inner axis exchange heads."""
+Axis = TypeVar("Axis")
 
 
 ROUNDED_ONCE = 2
@@ -27,12 +29,15 @@ ROUNDED_ONCE = 2
 once. Longer sums have a wider dtype."""
 
 
-def parts_and_members(sizes: AxisSizes, strategy: str) -> tuple[int, int]:
-    """Returns (parts of the row, ranks that share a part by heads).
+def outer_and_inner(axes: Sequence[Axis], strategy: str, alone: Axis) -> tuple[Axis, Axis]:
+    """Returns the axis of the parts of a row, and that of the ranks that share a part by heads.
 
-    On one axis, "ulysses" has one part, and the other strategies have one rank in each part.
+    Args:
+        axes: one or two; their sizes, or names.
+        alone: what stands for the axis that one axis lacks: "ulysses" has one part, other strategies one rank in each.
     """
-    return sizes if len(sizes) == 2 else (1, *sizes) if strategy == "ulysses" else (*sizes, 1)
+    outer, inner = axes if len(axes) == 2 else (alone, *axes) if strategy == "ulysses" else (*axes, alone)
+    return outer, inner
 
 
 @dataclass(frozen=True)

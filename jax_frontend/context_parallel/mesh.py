@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn_core.context_parallel.plan import AxisSizes, parts_and_members
+from attn_core.context_parallel.plan import AxisSizes, outer_and_inner
 from attn_core.errors import SpecError, shown
 
 Array = jax.Array
@@ -34,9 +34,7 @@ class RankAxes(NamedTuple):
     @classmethod
     def of(cls, names: tuple[str, ...], sizes: AxisSizes, strategy: str) -> RankAxes:
         """Returns the axes for a strategy: on one axis, "ulysses" has it as the inner one, others as the outer one."""
-        has_inner = len(names) == 2 or strategy == "ulysses"
-        outer = names[0] if len(names) == 2 or not has_inner else None
-        return cls(outer, names[-1] if has_inner else None, *parts_and_members(sizes, strategy))
+        return cls(*outer_and_inner(names, strategy, None), *outer_and_inner(sizes, strategy, 1))
 
     @property
     def names(self) -> tuple[str, ...]:

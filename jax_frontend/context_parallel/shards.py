@@ -10,7 +10,7 @@ from jax import lax
 
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout, build_layout, check_axis
-from attn_core.context_parallel.plan import parts_and_members
+from attn_core.context_parallel.plan import outer_and_inner
 from attn_core.errors import ShapeError
 from jax_frontend.context_parallel.mesh import RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import document_offsets
@@ -128,4 +128,4 @@ def position_ids(row_mesh: RowMesh, layout: str, length: int, documents: tuple[i
 
 def row_layout(row_mesh: RowMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
     """Returns the layout of a row over a mesh."""
-    return build_layout(layout, length, *parts_and_members(row_mesh.sizes, ""), documents)
+    return build_layout(layout, length, *outer_and_inner(row_mesh.sizes, "", 1), documents)

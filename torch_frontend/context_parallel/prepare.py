@@ -14,7 +14,7 @@ from attn_core.context_parallel.call import ContextCall, keeps_borders, keeps_ga
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
-from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.plan import Step, outer_and_inner
 from attn_core.context_parallel.request import Request
 from attn_core.selection import Target
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis, find_axis
@@ -63,9 +63,7 @@ class RankPlan(NamedTuple):
 def prepare(request: Request) -> RankPlan:
     """Chooses and plans a call; returns what this rank runs. Sends nothing."""
     choice, call = explain_request(request)[:2]
-    axes = tuple(map(find_axis, request.axes))
-    if len(axes) == 1:
-        axes = (SINGLE_RANK, *axes) if choice.strategy == "ulysses" else (*axes, SINGLE_RANK)
+    axes = outer_and_inner(tuple(map(find_axis, request.axes)), choice.strategy or "", SINGLE_RANK)
     return build_rank_plan(call, *axes, request.device)
 
 
