@@ -13,7 +13,7 @@ import torch
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.options import check_paged_options, is_plain_window, requested_names
+from attn_core.call.options import PAGED, check_paged_options, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.dropins.flash_attn.cache import (
     Cached,
@@ -131,11 +131,10 @@ def _planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Cal
     """Plans a call of ``paged_attention``; raises its errors, also if no backend can run the call."""
     if torch.compiler.is_compiling() or tensor_kinds.is_watched(tensors[0]):
         return partial(paged_attention, tensors[0], **how)
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "max_len_q")
     tables = how["block_table"], how["seq_lens"], how.get("cu_seqlens_q")
     beside = {name: how.get(name) for name in ("sinks", "alibi_slopes", "kv_starts")}
     given = PagedInputs(*tensors, *tables, **beside)
-    inputs, options = gather_arguments(given, how.get("max_len_q")), options_of(*[how.get(name) for name in names])
+    inputs, options = gather_arguments(given, how.get("max_len_q")), options_of(*[how.get(name) for name in PAGED])
     plan_call(metadata(inputs), options, override.requested())
 
     def attend(*_: Tensor) -> Any:  # on the pools of the plan, into which the new tokens are written
