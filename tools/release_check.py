@@ -56,7 +56,7 @@ EXTRAS = {
     "jax": Extra(runs=(JAX, LAYERS), refuses=(TORCH, EQUINOX, COMMANDS)),
     "equinox": Extra(runs=(JAX, EQUINOX), refuses=(TORCH,)),
 }
-"""The extras for users. cuda13 needs a GPU; dev, docs, demo and release are for this repository."""
+"""The extras for users without a GPU. dev, docs, demo and release are for this repository."""
 
 
 @contextmanager
