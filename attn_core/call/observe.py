@@ -155,7 +155,7 @@ class Counters(TypedDict):
             the chosen one; "lane": calls of JAX whose kernels XLA cannot launch itself; "triton": GPUs on which torch
             operations replace a Triton kernel.
         callback_calls: calls that JAX traced for the callback lane.
-        compiles: by what compiled: "flash4", "flex", "triton", "compiled_lane", "xla".
+        compiles: by what compiled: "flash4", "ffpa", "flex", "triton", "compiled_lane", "xla".
         copies: "mask": bool masks converted to numbers; "bias": biases copied, because of their dtype or strides;
             "operand": q, k, v or their gradients copied, because a kernel cannot read their strides.
     """
@@ -170,7 +170,7 @@ class Counters(TypedDict):
 
 
 FALLBACKS = ("backend", "lane", "triton")
-COMPILES = ("flash4", "flex", "triton", "compiled_lane", "xla")
+COMPILES = ("flash4", "ffpa", "flex", "triton", "compiled_lane", "xla")
 COPIES = ("mask", "bias", "operand")
 FRAMEWORKS = ("torch", "jax")
 

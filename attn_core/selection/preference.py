@@ -22,7 +22,7 @@ from attn_core.backends.shared.from_records import from_records
 from attn_core.call.functions import has_functions
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.cost_model import FEW_QUERIES, Kind, Models, is_ragged, kind_of_call, sizes_of_call
+from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 from attn_core.selection.target import Target, reasons_of
 
@@ -41,6 +41,10 @@ XLA_SCORE = {False: 60e-6, True: 150e-6}
 
 They took 20 to 70 for a million scores forward. Calls of few scores took the most, and only they can be the fastest
 this way."""
+
+XLA_SCORE_OF_WIDE = {False: 60e-6, True: 40e-6}
+"""The same for heads wider than WIDTHS. No table was measured with them, and other kernels' gradients are slow: on an
+H200 on 2026-11-30 the training of ``jax_xla`` took 2.5 and 13 ms where ``sdpa_efficient`` took 8.8 and 48."""
 
 HIDDEN_BY_HOST = 0.5
 """In training, a kernel that XLA launches takes about this share of the predicted time if torch's host takes as long.
@@ -152,7 +156,8 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
         # torch does not run JAX's own operations, so they have no model.
         scores, plain = spec.batch * spec.num_heads * spec.q_len * spec.kv_len, backends.plain_backend("jax")
         launch = backends.load(plain, backends.kind_of(device)).timing.in_xla[spec.needs_backward]
-        return [*timed, (max(launch, XLA_SCORE[spec.needs_backward] * scores), timed[-1][1] + 1, plain)]
+        rates = XLA_SCORE_OF_WIDE if max(spec.head_dim, spec.value_dim) > WIDTHS[-1] else XLA_SCORE
+        return [*timed, (max(launch, rates[spec.needs_backward] * scores), timed[-1][1] + 1, plain)]
     return [(max(each.host, time), each.place, each.name) for each, time in zip(known, on_device)]
 
 

@@ -12,6 +12,7 @@ from attn_core import AttentionSpec, Target, masks, selection
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import function_blocks, functions, masked, own_kernels, replay
 from attn_core.backends.flash4.versions import NEWER
+from attn_core.backends.shared import dry_run
 from attn_core.backends.support import Build, limit_to_build
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
@@ -264,7 +265,7 @@ def test_replayed_launches_give_the_bits_of_the_entry_points(name: str) -> None:
 @pytest.mark.cuda
 def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
     spec, inputs, _ = on_gpu("mask function, ranges, causal", needs_backward=False)
-    flash4.warm_up(spec)
+    dry_run.warm_up(flash4.BACKEND, spec)
     expected, _ = flash4.forward(spec, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -175,7 +175,7 @@ def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for key in ("a", "b", "a"):
-        first_call.run(("test_counters", key), lambda: None, lambda: "the call of a test")
+        first_call.run("flash4", ("test_counters", key), lambda: None, lambda: "the call of a test")
     monkeypatch.setattr(program, "inductor", lambda graph, examples: graph)
     program.Compiler("flex_of_a_test")(None, None)
     code = type("Compiled", (), {"__getitem__": lambda self, grid: None})()
@@ -186,6 +186,7 @@ def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = attn_core.counters()["compiles"]
     assert {kind: entry["number"] for kind, entry in counted.items()} == {
         "flash4": 2,
+        "ffpa": 0,
         "flex": 1,
         "triton": 1,
         "compiled_lane": 0,

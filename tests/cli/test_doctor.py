@@ -115,7 +115,7 @@ def test_the_report_shows_problems_and_commands(findings: Findings, monkeypatch:
     for problem in problems(MACHINES[1]):
         assert problem.text in " ".join(together.split())
         assert all(f"       {command}\n" in together for command in problem.commands)
-    assert "for sm90, which no framework uses here: flash2" in together
+    assert "for sm90, which no framework uses here: ffpa, flash2" in together
 
 
 GPU = Target("torch", "sm90", builds=(("sdpa_cudnn", Build("cuDNN 9.19.0", version=(9, 19, 0))),))

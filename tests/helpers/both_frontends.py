@@ -306,7 +306,7 @@ def backends_of(framework: str) -> tuple[str, ...]:
     return tuple(name for name, module in actual if module is not None and framework == module.framework)
 
 
-COMPILED_ON_GPUS = ("flash4", "flex", "triton_jvp", "triton_ordered")
+COMPILED_ON_GPUS = ("ffpa", "flash4", "flex", "triton_jvp", "triton_ordered")
 """Backends of torch that compile a kernel for seconds for each kind of call on a GPU."""
 
 

@@ -128,8 +128,12 @@ def spied() -> Iterator[list[str]]:
 @contextmanager
 def replaced(record: backends.Backend, **fields: Any) -> Iterator[None]:
     """A backend's record with other fields. No cache keeps anything from before the block or from within it."""
-    with _exchanged({record: replace(record, **fields)}, programs=record.framework == "jax"):
-        yield
+    backends.availability.cache_clear()
+    try:
+        with _exchanged({record: replace(record, **fields)}, programs=record.framework == "jax"):
+            yield
+    finally:
+        backends.availability.cache_clear()
 
 
 @contextmanager

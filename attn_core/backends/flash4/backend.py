@@ -34,7 +34,7 @@ from attn_core.backends.flash4.replay import (
     window,
     writable,
 )
-from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
+from attn_core.backends.shared import first_call, kernel_limits, rewrites
 from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.shared.readable import readable
@@ -218,6 +218,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
     disk_cache.use()
     kernel = _kernel(spec, gradient=False)
     return first_call.run(
+        "flash4",
         replay.compiled_key(spec, "forward", inputs.q),
         lambda: rewrites.forward(kernel, spec, inputs, into),
         lambda: f"the flash4 forward of ({spec})",
@@ -235,20 +236,11 @@ def backward(
     disk_cache.use()
     kernel = _kernel(spec, gradient=True)
     return first_call.run(
+        "flash4",
         replay.compiled_key(spec, BACKWARD_HALF[dlse is None], inputs.q),
         lambda: rewrites.backward(kernel, spec, inputs, out, lse, dout, dlse, into),
         lambda: f"the flash4 backward of ({spec})",
     )
-
-
-def warm_up(spec: AttentionSpec) -> None:
-    """Compiles the kernels of a call by running it on zeros on the current CUDA device."""
-    inputs = dry_run.zeros(spec)
-    out, lse = forward(spec, inputs)
-    if spec.needs_backward:
-        # With dlse the backward is another kernel; see ``backward``'s key.
-        for dlse in (None, lse) if spec.return_lse else (None,):
-            backward(spec, inputs, out, lse, out, dlse)
 
 
 @lru_cache(maxsize=1024)
@@ -455,7 +447,6 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     build=versions.build,
-    warm_up=warm_up,
     program=Program(make=program, refuses=program_refuses, operands=program_operands),
     writes_into=("forward", "backward"),
     # It compiles on the first call, so it comes after kernels that need not.

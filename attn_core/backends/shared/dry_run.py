@@ -24,9 +24,11 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     inputs = zeros(spec)  # values do not matter, because compilation depends on shapes and dtypes
     out, lse = backend.forward(spec, inputs)
     if spec.needs_backward:
-        # out serves as dout, and lse as dlse: they have the same shapes and dtypes.
+        # out serves as dout, and lse as dlse: they have the same shapes and dtypes. A caller of return_lse may need the
+        # backward without dlse, too, which may be other kernels.
         assert backend.backward is not None, "a spec with gradients has a backend with a gradient"
-        backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
+        for dlse in (None, lse) if spec.return_lse else (None,):
+            backend.backward(spec, inputs, out, lse, out, dlse)
 
 
 def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:

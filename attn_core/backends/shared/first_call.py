@@ -19,10 +19,13 @@ _compiling = free_in_children(threading.Lock())
 """Held during a first call, because neither torch's compiler nor the kernels' compilers are safe across threads."""
 
 
-def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy: str = "call warm_up first") -> Any:
+def run(
+    kind: str, key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy: str = "call warm_up first"
+) -> Any:
     """Returns the call's result. The first call with a key compiles, so it runs alone in this process.
 
     Args:
+        kind: what compiles, one of ``observe.COMPILES``.
         key: everything that the compiled code depends on, including the device.
         call: must not call ``run`` itself, because the lock is not reentrant.
         what: returns the name of the call for the error. remedy: the advice in the error.
@@ -30,6 +33,7 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy:
     Raises:
         RuntimeError: if torch is capturing a CUDA graph and no call with this key has run.
     """
+    key = kind, key
     if key in _compiled:
         return call()
     import torch
@@ -37,7 +41,7 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; {remedy}")
     with _compiling:
-        with timed("flash4", what()), warnings.catch_warnings():
+        with timed(kind, what()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Argument aux_data ")  # an argument that flash-attn-4 leaves empty
             result = call()
         if len(_compiled) >= MOST_KEYS:  # decoding has a new length at every step
