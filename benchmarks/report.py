@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,7 @@ class Headline(NamedTuple):
         shown: the call in the table's words.
         other: the candidate; "" for the bare kernel of the chosen backend, beside which TFLOP/s are shown.
         words: the other candidate in the table's words, or the name of the bare kernel.
+        package: the package whose version stands after these words.
     """
 
     call: str
@@ -111,10 +112,12 @@ class Headline(NamedTuple):
     ours: str
     other: str
     words: str
+    package: str = ""
 
 
-FLEX, SHIPPED = ("FlexAttention", "FlexAttention, compiled"), ("flash4 as shipped", "FlashAttention-4 as shipped")
-JAX_NN, TOKAMAX = ("jax.nn cudnn", "`jax.nn` with cuDNN"), ("tokamax mosaic", "tokamax")
+FLEX = ("FlexAttention", "FlexAttention, compiled")
+SHIPPED = ("flash4 as shipped", "FlashAttention-4 as shipped", "flash-attn-4")
+JAX_NN, TOKAMAX = ("jax.nn cudnn", "`jax.nn` with cuDNN"), ("tokamax mosaic", "tokamax", "tokamax")
 CONTIGUOUS = ("attention, contiguous", "the same keys without pages")
 FORWARD, BOTH = "forward", "forward + backward"
 PAGES_OF_16 = "decode 64 x 8192 tokens from pages of 16"
@@ -147,6 +150,8 @@ def _gpu(result: Result) -> Iterator[list[str]]:
         else:
             ours, theirs = (row["flops"] / medians(seconds)[each] / 1e12 for each in (line.ours, line.words))
             compared, shown = f"{line.words}: {theirs:.0f} TFLOP/s", f"{ours:.0f} TFLOP/s"
+        if line.package:
+            compared += f", {result['environment']['versions'][line.package]}"
         yield [line.shown, compared, shown, result["device"], row.get("date", result["environment"]["date"])]
 
 
@@ -175,8 +180,65 @@ def _cpu(result: Result) -> Iterator[list[str]]:
             yield [call, "`jax.nn` with XLA", shown, where, result["environment"]["date"]]
 
 
+# The figures of README.md: one row for each subject
+
+
+def front() -> str:
+    """Returns the figures of README.md: rates by length, then speeds beside the function otherwise called."""
+    gpu, ranks, cpu = load("gpu-h200"), load("context-scaling-h200"), load("cpu")
+    jax_nn = (row for row in _gpu(gpu) if row[0].startswith("`jax.jit`, causal") and row[1] == JAX_NN[1])
+    beside_torch = (row for row in _ranks(ranks) if row[1] != "one GPU")
+    rows = [
+        _by_length(gpu, ranks),
+        [*_pair(jax_nn), _versions(gpu, "jax", "cuDNN")],
+        [*_pair(beside_torch), _versions(ranks, "torch")],
+        [*_pair(_cpu(cpu)), _versions(cpu, "jax")],
+    ]
+    head = ["call", "compared with", "forward", "forward + backward", "device", "date", "versions"]
+    return tables.lines_of(head, rows)
+
+
+def _by_length(gpu: Result, ranks: Result) -> list[str]:
+    """Returns the row of one GPU's TFLOP/s: four rows of 4096 tokens, then one row of each length that ranks share."""
+    call, rows = tables.rows_of(gpu, "causal"), {row["tokens"]: row for row in reversed(ranks["rows"])}
+    lengths = sorted(rows)
+    shown = []
+    for what, direction, forwards in ((FORWARD, "forward", 1.0), (BOTH, "training", 3.5)):
+        times = [medians(rows[tokens]["torch"][direction]["seconds"])[tables.ONE] for tokens in lengths]
+        work = [forwards * tables.WORK * tokens**2 / 2 for tokens in lengths]
+        rates = [_rate(call[what], "attention"), *(each / time / 1e12 for each, time in zip(work, times, strict=True))]
+        shown.append(f"{', '.join(f'{rate:.0f}' for rate in rates)} TFLOP/s")
+    bare = f"{_rate(call[FORWARD], 'bare flash3'):.0f}, {_rate(call[BOTH], 'bare flash4'):.0f}"
+    dates = sorted({gpu["environment"]["date"], *(row["date"] for row in rows.values())})
+    return [
+        f"torch, causal: 4 rows of 4096 tokens; a row of {', '.join(map(str, lengths))}",
+        f"bare flash3, flash4 at 4096: {bare}",
+        *shown,
+        gpu["device"],
+        f"{dates[0]} to {dates[-1]}",
+        _versions(gpu, "torch", "tokenspeed-fa3", "flash-attn-4"),
+    ]
+
+
+def _rate(row: Any, candidate: str) -> float:
+    """Returns a candidate's TFLOP/s."""
+    return float(row["flops"] / medians(row["seconds"])[candidate] / 1e12)
+
+
+def _pair(rows: Iterable[list[str]]) -> list[str]:
+    """Returns the row of a forward and that of forward + backward as one."""
+    (call, other, forward, device, date), (_, _, both, _, _) = rows
+    return [call.replace(f", {FORWARD}", ""), other, forward, both, device, date]
+
+
+def _versions(result: Result, *names: str) -> str:
+    """Returns packages of a run with their versions."""
+    return ", ".join(f"{name} {result['environment']['versions'][name]}" for name in names)
+
+
 WITHOUT_FILE: dict[str, Callable[[], str]] = {
     "headlines": headlines,
+    "front": front,
     "choice": lambda: (RESULTS / "choice.md").read_text(encoding="utf-8").rstrip(),  # a fit takes minutes
     "certificates": certificates.render,
     **reliability.TABLES,
