@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.kinds import check_int32, is_host_int
 from attn_core.call.options import check_flag, check_number, requested_names
@@ -29,8 +30,7 @@ from jax_frontend.dispatch import plan
 
 Array = jax.Array
 
-_BACKENDS = {"xla": "jax_xla", "cudnn": "jax_cudnn"}
-"""Our names of jax.nn's implementations."""
+_IMPLEMENTATIONS = ("xla", "cudnn")
 
 
 class _Keywords(TypedDict, total=False):
@@ -215,11 +215,12 @@ def _window(size: Any) -> tuple[int, int] | None:
 def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:
     if implementation is None:
         return backend
-    if not isinstance(implementation, str) or implementation not in _BACKENDS:
+    if not isinstance(implementation, str) or implementation not in _IMPLEMENTATIONS:
         raise SpecError(
             f"implementation={shown(implementation)}: expected 'xla', 'cudnn' or None; backend= takes others"
         )
-    name = _BACKENDS[implementation]
+    called_so = backends.foreign_names()[implementation]
+    name = next(name for name in called_so if backends.load(name).framework == "jax")
     if backend is not None and requested_names(backend) != (name,):
         raise SpecError(
             f"implementation={shown(implementation)} with backend={shown(backend)}: they name different kernels; "

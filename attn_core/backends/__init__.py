@@ -76,12 +76,19 @@ def register_backend(backend: Backend) -> None:
     kernel is imported.
 
     Raises:
-        SpecError: for a member of another kind, a claim that the backend's functions refuse, or a name that is taken;
-            it names the plug-in, the member and the file.
+        SpecError: for a member of another kind, a claim that the backend's functions refuse, a name that is taken, or
+            the name of another backend that there is not; it names the plug-in, the member and the file.
     """
     from attn_core.backends import registration  # by far most processes have no plug-in
 
     registration.check(backend)
+    own = {backend.name, *(variant.name for variant in backend.variants)}
+    for record, member, name in registration.names_of_others(backend):
+        if name not in own:
+            try:
+                check_name(name)
+            except SpecError as error:
+                raise registration.fault(record, member, str(error)) from None
     with _registering:
         known = {record: _found(record.name) for record in (backend, *backend.variants)}
         for record, other in known.items():

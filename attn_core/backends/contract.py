@@ -125,6 +125,9 @@ class Timing:
 
     Attributes:
         caution: its predicted times count as this many times as long.
+        compiles_for_seconds: it does for each kind of call, so that ``attn tune`` times it in few calls.
+        skips_blocks: it skips hidden blocks as fast as kernels without key ranges skip keys behind a band, so that
+            automatic choice does not run its calls with key ranges in parts on these.
         new_length: host microseconds of decoding in torch beyond the model's, which was measured on calls that repeat.
         in_callback: host microseconds in JAX on a GPU if XLA calls Python. From single jitted calls (seed 8 of
             ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24, less JAX's own time for
@@ -138,6 +141,8 @@ class Timing:
     """
 
     caution: float = 1.0
+    compiles_for_seconds: bool = False
+    skips_blocks: bool = False
     new_length: float = 0.0
     in_callback: tuple[float, float] = (125.0, 600.0)
     in_xla: tuple[float, float] = (10.0, 20.0)

@@ -80,6 +80,21 @@ def check(record: Any) -> None:
             _check_claims(each, each.backward_claims, gradient=True)
 
 
+def names_of_others(record: Backend) -> Iterator[tuple[Backend, str, str]]:
+    """Yields each name of a backend that a record, its variants, or those of its kinds of devices hold."""
+    for each in (record, *record.on.values()):
+        timing = each.timing
+        members = {"in_pages": each.in_pages, "timing.behind": timing.behind}
+        members["timing.behind_without_time"] = timing.behind_without_time
+        for member, name in members.items():
+            if name is not None:
+                yield each, member, name
+        for name in timing.model_of or ():
+            yield each, "timing.model_of", name
+    for variant in record.variants:
+        yield from names_of_others(variant)
+
+
 def fault(record: Backend, member: str, why: str) -> SpecError:
     """Returns the error about a member of a record."""
     return SpecError(f"plug-in {record.name!r}: {member}: {why} (in {source_of(record)})")

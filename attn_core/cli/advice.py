@@ -5,7 +5,7 @@ Everything here but ``find_machine`` is a pure function of a ``Machine``, so eve
 ``advice.json`` says how packages are installed and why, which of them do not work together, and by which calls a
 package is judged. Which devices a package helps on is not repeated there: the claims of its backends say so. A backend
 names its packages and their versions in ``requires``. Kernels that run and compute something wrong are rows of
-``attn_core/backends/known_bad.json``.
+``attn_core/backends/shared/known_bad.json``.
 """
 
 from __future__ import annotations
@@ -273,16 +273,17 @@ class Problem:
     commands: tuple[str, ...]
 
 
-def _older(machine: Machine, name: str, backend: str) -> bool:
-    """Returns whether a framework is older than what a backend requires of it."""
-    installed = numbers_of(machine.packages.get(name, ""))
-    return bool(installed) and not includes(requirements(backend, "cpu")[name], installed)
+def _is_old(machine: Machine, framework: str) -> bool:
+    """Returns whether a framework is older than what the backend of its own operations requires."""
+    installed = numbers_of(machine.packages.get(framework, ""))
+    needed = requirements(backends.plain_backend(framework), "cpu")[framework]
+    return bool(installed) and not includes(needed, installed)
 
 
 APPLIES: dict[str, Callable[[Machine], bool]] = {
     "torch-without-gpu": lambda m: m.torch_is_blind,
-    "torch-too-old": lambda m: _older(m, "torch", "math"),
-    "jax-too-old": lambda m: _older(m, "jax", "jax_xla"),
+    "torch-too-old": lambda m: _is_old(m, "torch"),
+    "jax-too-old": lambda m: _is_old(m, "jax"),
     "gpu-too-old-for-cuda": lambda m: m.is_before_sm75 and (m.torch_cuda or ()) >= (12, 8),
     "gpu-too-old-for-jax-cuda": lambda m: m.is_before_sm75 and m.jax_cuda == 13,
     "driver-too-old-for-cuda-13": lambda m: 0 < next(iter(numbers_of(m.driver)), 0) < 580 and 13 in m.cuda_majors,

@@ -58,8 +58,8 @@ HELD_OUT = 5
 MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the call: it may store every score."""
 
-FLEX_EVERY = 4
-"""FlexAttention compiles for seconds, so it is timed in one of so many calls."""
+COMPILED_EVERY = 4
+"""A backend that compiles for seconds is timed in one of so many calls."""
 
 NEAREST = "sm90"
 """The device whose models the fit starts from on a GPU that the package has no table of."""
@@ -234,11 +234,11 @@ def measured(spec: AttentionSpec, documents: tuple[int, ...] | None, target: Tar
     # In the usual order, so that the first result comes from a fast backend and slow ones are recognised.
     names = [name for name in backends.usual_order(target.framework, target.kind) if name in here]
     scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
-    others = [name for name in names if name not in ("math", "flex")]
-    if others and scores >= MOST_SCORES:
+    compiled = {name for name in names if backends.load(name, target.kind).timing.compiles_for_seconds}
+    if scores >= MOST_SCORES and not {*names} <= {"math", *compiled}:
         names = [name for name in names if name != "math"]
-    if names != ["flex"] and number % FLEX_EVERY:
-        names = [name for name in names if name != "flex"]
+    if number % COMPILED_EVERY and not {*names} <= compiled:
+        names = [name for name in names if name not in compiled]
     info = None if documents is None else SeqInfo.from_lengths(documents)
     entries = timed(draw(spec, info), target.framework, target.device, names, ROUNDS, beside=False)
     return Case(number, spec, entries)

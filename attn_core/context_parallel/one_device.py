@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core import backends
 from attn_core.backends.shared.from_records import from_records
 from attn_core.call.functions import reads
 from attn_core.call.key_ranges import visible_blocks
@@ -25,9 +26,6 @@ FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**21}
 """By the kind of device, visible pairs of all rows, for one head. With fewer, automatic choice takes one kernel that
 has key ranges, because each tile costs a launch. On an H200 parts of flash3 were faster than flex from 2**15 pairs on,
 but parts of sdpa_efficient were slower for images and for half of the shared prefixes; measured on 2026-11-26."""
-BY_BLOCKS = ("flash4",)
-"""Backends that skip hidden blocks as fast as a kernel without ranges skips keys behind a band. On an H200 parts of
-flash3 took 1.3 to 7 times as long, measured on 2026-11-26."""
 MATH_PAIRS, HIDDEN = 2**18, 0.2
 """``math`` runs more pairs than these in parts if a call as a whole would compute more pairs, by this share for each
 kernel call but the first. Measured on a CPU: 2.6 times as fast on a shared prefix (1.7 times as many pairs as a whole,
@@ -176,7 +174,7 @@ def _is_worth_it(found: Tiled, spec: AttentionSpec, target: Target) -> bool:
     if pairs < FEWEST_PAIRS.get(target.kind, 1):
         return False
     alone = explain(spec, target).backend
-    if alone in BY_BLOCKS and target.kind == "cuda":
+    if alone is not None and backends.load(alone, target.kind).timing.skips_blocks:
         return False
     if all(refusals(name, spec, target) for name in found.backends):
         return True

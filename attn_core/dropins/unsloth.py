@@ -22,7 +22,7 @@ from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import dtype_name, mask_or_bias
-from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS, distances
+from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS, FLASH_PACKAGES, distances
 from attn_core.errors import ShapeError, SpecError, shown
 
 FLASH_VARLEN = "flash_varlen"
@@ -180,11 +180,16 @@ def choose_word(available: tuple[str, ...], use_varlen: bool, dropout: float = 0
 
     Packed rows without dropout prefer SDPA to xformers if torch's own flash kernel is available, as in the host.
     """
-    if any(name in available for name in ("flash2", "flash3", "flash4")):
+    if any(name in available for name in FLASH_PACKAGES):
         return FLASH_VARLEN if use_varlen else FLASH_DENSE
-    if "xformers" not in available or (use_varlen and not dropout and "sdpa_flash" in available):
+    if not has_xformers(available) or (use_varlen and not dropout and "sdpa_flash" in available):
         return SDPA
     return XFORMERS
+
+
+def has_xformers(available: tuple[str, ...]) -> bool:
+    """Returns whether a machine with these backends runs the host's xformers branch on its own kernels."""
+    return any(name in available for name in FAMILIES[XFORMERS])
 
 
 _FLASH = {

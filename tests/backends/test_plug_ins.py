@@ -24,6 +24,7 @@ import attn_core
 import torch_frontend
 from attn_core import Backend, SpecError, backends
 from attn_core.backends import registration
+from attn_core.backends.contract import Timing
 from attn_core.cli.app import app
 from examples.backends import toy
 from examples.backends.splash import attn_splash
@@ -160,8 +161,10 @@ def test_records_for_kinds_of_devices_and_variants() -> None:
         assert backends.records("jax_splash") == {"cpu": SPLASH, "tpu": SPLASH.on["tpu"]}
         assert attn_core.Target("jax", "tpu").claims("jax_splash")[0].unproven
     other = replace(TOY, name="toy_too")
-    with registered(replace(TOY, variants=(other,)), other):
+    with registered(replace(TOY, variants=(other,), in_pages="toy_too"), other):
         assert backends.names()[-2:] == ("toy", "toy_too")
+    with pytest.raises(SpecError, match="plug-in 'toy_too': in_pages: backend='none': unknown backend"):
+        attn_core.register_backend(replace(TOY, variants=(replace(other, in_pages="none"),)))
 
 
 EVERY = [
@@ -218,6 +221,21 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"backward_claims": replace(CLAIMS, bias_gradient=True)},
         ("backward_claims.bias_gradient: claimed on cpu, but no other claim covers", "bias of shape"),
     ),
+    "an unknown backend for pages": (
+        {"in_pages": "mth"},
+        ("in_pages: backend='mth': unknown backend; did you mean math",),
+    ),
+    **{
+        f"an unknown backend of {member}": (
+            {"timing": Timing(**{member: value})},
+            (f"timing.{member}: backend='triton': unknown backend; did you mean triton_splitkv?",),
+        )
+        for member, value in {
+            "behind": "triton",
+            "behind_without_time": "triton",
+            "model_of": ("math", "triton"),
+        }.items()
+    },
     "a record for CPUs twice": ({"on": {"cpu": TOY}}, ("on['cpu']: expected the record for another kind than cpu",)),
 }
 

@@ -42,7 +42,8 @@ class Watched(NamedTuple):
 HEAD = """# Known-bad kernels
 
 Versions of upstream packages that compute something wrong. `make support` writes this page from
-`attn_core/backends/known_bad.json`. [Watched reports](../lab/watched_reports.md) has faults that our calls avoid.
+`attn_core/backends/shared/known_bad.json`. [Watched reports](../lab/watched_reports.md) has faults that our calls
+avoid.
 
 Such a kernel runs neither automatically nor by name: the error and `explain` quote the row, with its link. `attn
 doctor` lists the rows that concern a machine. A test shows each fault on the kernel itself, and fails once upstream has
@@ -51,7 +52,7 @@ mended it.
 
 WATCH = """# Watched reports
 
-`make support` writes this page from `attn_core/backends/known_bad.json` and `tools/pages/watched.json`.
+`make support` writes this page from `attn_core/backends/shared/known_bad.json` and `tools/pages/watched.json`.
 [Known-bad kernels](../reference/known_bad.md) has the kernels that are refused.
 
 ## Avoided

@@ -25,6 +25,7 @@ from attn_core.dropins.unsloth import (
     AttentionContext,
     choose_word,
     computed_in,
+    has_xformers,
     prepare,
     resolve_prefix_seg_info,
     trains,
@@ -110,7 +111,7 @@ def __getattr__(name: str) -> Any:
     if name == "HAS_FLASH_ATTENTION":
         return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
     if name == "HAS_XFORMERS":
-        return "xformers" in available_here()
+        return has_xformers(available_here())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -351,5 +351,5 @@ BACKEND = Backend(
     preference={"cuda": 80},
     # It compiles a kernel for every kind of call, so that few calls say how fast it is. In float32 it takes 2 to 200
     # times as long as sdpa_efficient, depending on the kernel that it compiles to.
-    timing=Timing(caution=1.3, behind="sdpa_efficient"),
+    timing=Timing(caution=1.3, compiles_for_seconds=True, behind="sdpa_efficient"),
 )

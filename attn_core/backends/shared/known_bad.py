@@ -22,7 +22,7 @@ from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
-DATA = Path(__file__).parents[1] / "known_bad.json"
+DATA = Path(__file__).with_suffix(".json")
 EVERY_CALL = "every call"
 """The ``when`` of a row without conditions: it must be said, so that an empty list refuses nothing by accident."""
 

@@ -16,8 +16,9 @@ from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.call.options import Window, check_number
 from attn_core.errors import ShapeError, SpecError, shown
 
-FLASH_KERNELS = ("flash3", "flash4", "flash2", "sdpa_flash")
-"""The backends that stand for a host's FlashAttention, in order of preference."""
+FLASH_PACKAGES = ("flash3", "flash4", "flash2")
+FLASH_KERNELS = (*FLASH_PACKAGES, "sdpa_flash")
+"""The backends that stand for a host's FlashAttention, in order of preference; the last one is torch's own kernel."""
 
 OPTIONS = {
     "scale": "softmax_scale",
