@@ -526,3 +526,25 @@ def test_on_a_gpu_nothing_imports_the_package_and_forwards_repeat() -> None:
     first, *others = (run("jax", call, "flash3_xla", "cuda") for _ in range(4))
     assert all(np.array_equal(first[name], other[name]) for other in others for name in first)
     assert "dew_flash_attn" not in sys.modules
+
+
+BESIDE_TORCH: dict[str, dict[str, Any]] = {
+    "dense": {"q_len": 1000, "kv_len": 1000, "causal": True},
+    "window": {"q_len": 1000, "kv_len": 1300, "window": (200, 0)},
+    "wide heads": {"q_len": 700, "kv_len": 700, "causal": True, "head_dim": 256, "value_dim": 256},
+    "rows without keys": {"q_len": 700, "kv_len": 300, "causal": True},
+    "documents": {"lengths": ((400, 0, 333, 267), (400, 128, 205, 267)), "causal": True},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", BESIDE_TORCH)
+def test_a_forward_has_the_bits_of_flash3_in_torch(name: str) -> None:
+    """Two builds of the same sources, where neither splits the keys: see ``modelled``."""
+    for framework, backend in (("torch", "flash3"), ("jax", "flash3_xla")):
+        if missing := reachable(framework, backend, "cuda"):
+            pytest.skip(missing)
+    sizes = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "value_dim": 128, **BESIDE_TORCH[name]}
+    call = make_call(5, **({} if "lengths" in sizes else {"batch": 4}), **sizes, dtype="bfloat16", return_lse=True)
+    in_torch, in_jax = run("torch", call, "flash3", "cuda"), run("jax", call, "flash3_xla", "cuda")
+    assert all(np.array_equal(in_torch[result], in_jax[result]) for result in ("out", "lse"))
