@@ -16,7 +16,6 @@ from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords,
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
@@ -24,7 +23,7 @@ from jax_frontend.bridge import compiled_lane
 from jax_frontend.context_parallel.mesh import ArraySpecs, RankAxes, RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import build_request, explain_request, local_request, prepare, rank_axes
 from jax_frontend.context_parallel.rank import attend
-from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from jax_frontend.context_parallel.shards import cut_layout, shard_sequence, unshard_sequence
 from jax_frontend.dispatch import empty_rows, plan
 from jax_frontend.dispatch.local_call import vary_over, varying_axes
 
@@ -63,7 +62,7 @@ def context_parallel_attention(
     mesh: Any = None,
     axis_name: AxisName = None,
     strategy: str | None = None,
-    layout: str = "zigzag",
+    layout: str | None = None,
     length: int | Sequence[int] | None = None,
     head_groups: int | None = None,
     partition_spec: P | None = None,
@@ -100,7 +99,9 @@ def context_parallel_attention(
             strategy of the outer one, and the inner one uses "ulysses". None chooses the fastest
             (``explain_context_parallel`` says why).
         layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous", "striped",
-            "documents" (with seq_info), or "window:W" for a causal window of W keys (even work on two ranks).
+            "documents" (with seq_info), or "window:W" for a causal window of W keys (even work on two ranks). Inside
+            ``jax.shard_map`` None is "zigzag", the default of ``shard_sequence``. Outside it must be given, because
+            whole rows may as well be in their natural order, which is "contiguous".
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
         head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         partition_spec: outside ``jax.shard_map``, how the mesh splits q, such as ``P("data", "cp", "model")``. JAX
@@ -128,7 +129,7 @@ def context_parallel_attention(
     plan.check_arrays(inputs)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    check_cut_layout(layout)
+    layout = cut_layout(row_mesh, layout)
     how = {
         "strategy": strategy,
         "layout": layout,

@@ -32,7 +32,8 @@ def position_ids(layer: Any, seq_info: Any, places: int) -> Array:
     # Outside jax.shard_map an array has the shards of all devices, end to end.
     shard = places if row_mesh.inside else places // row_mesh.world
     length, _ = row_lengths(layer.context_length, documents, (shard, shard), row_mesh.world)
-    return shards.position_ids(row_mesh, layer.context_layout, length, documents)
+    layout = shards.cut_layout(row_mesh, layer.context_layout)
+    return shards.position_ids(row_mesh, layout, length, documents)
 
 
 def attend(layer: Any, q: Array, k: Array, v: Array, **options: Any) -> Array:

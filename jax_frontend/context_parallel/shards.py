@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel import places
+from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.layout import Layout, build_layout, check_axis
 from attn_core.context_parallel.plan import outer_and_inner
-from attn_core.errors import ShapeError
+from attn_core.errors import ShapeError, SpecError
 from jax_frontend.context_parallel.mesh import RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.dispatch import plan
@@ -115,6 +116,23 @@ def shard_lengths(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     return row_layout(find_row_mesh(mesh, axis_name), layout, length, document_offsets(seq_info)).position_counts
+
+
+def cut_layout(row_mesh: RowMesh, layout: str | None) -> str:
+    """Returns the layout in which the arrays of a call are cut: inside ``jax.shard_map`` "zigzag" for None.
+
+    Raises:
+        SpecError: for None outside, where arrays are whole rows, which may be in their natural order.
+    """
+    if layout is None and not row_mesh.inside:
+        raise SpecError(
+            "layout=None: outside jax.shard_map expected the layout of the whole rows: the one that shard_sequence "
+            "cut ('zigzag' by default), or 'contiguous' for rows in their natural order; "
+            "explain_context_parallel(..., layout=None) chooses one"
+        )
+    layout = "zigzag" if layout is None else layout
+    check_cut_layout(layout)
+    return layout
 
 
 def position_ids(row_mesh: RowMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Array:

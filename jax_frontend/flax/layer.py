@@ -60,7 +60,7 @@ class LayerFields:
     backend: str | tuple[str, ...] | None = None
     context_axis: str | tuple[str, str] | None = None
     context_strategy: str | None = None
-    context_layout: str = "zigzag"
+    context_layout: str | None = None
     context_length: int | tuple[int, int] | None = None
     precision: Any = None
     dtype: Any = None

@@ -45,7 +45,7 @@ def without_one(rank: int, processes: int, port: int) -> None:
 
     where = {"mesh": joined(rank, processes, port, heartbeat=10), "axis_name": "cp"}
     x = shard_sequence(jax.numpy.ones((1, LENGTH, 2, 8)), **where)
-    call = jax.jit(lambda x: context_parallel_attention(x, x, x, causal=True, length=LENGTH, **where))
+    call = jax.jit(lambda x: context_parallel_attention(x, x, x, layout="zigzag", causal=True, length=LENGTH, **where))
     call(x).block_until_ready()
     print("called", flush=True)
     if rank == processes - 1:

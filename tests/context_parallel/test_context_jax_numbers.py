@@ -86,9 +86,8 @@ def test_layers_under_scan_and_remat():
     case = Case("ring", (2,), heads=(2, 2), **CAUSAL)
     arrays = {name: jnp.asarray(array) for name, array in case.arrays().items()}
     weights = jnp.asarray(np.random.default_rng(6).standard_normal((3, 5, 5)))
-    spread_call = partial(
-        context_parallel_attention, mesh=case.mesh, axis_name="outer", strategy="ring", length=23, causal=True
-    )
+    options = {"mesh": case.mesh, "axis_name": "outer", "strategy": "ring", "layout": "zigzag"}
+    spread_call = partial(context_parallel_attention, **options, length=23, causal=True)
 
     def loss(call: Any, x: Any, weights: Any) -> Any:
         @jax.checkpoint

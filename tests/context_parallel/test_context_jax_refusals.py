@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 from attn_core import SeqInfo, masks
 from attn_core.context_parallel import request
 from attn_core.errors import ShapeError, SpecError
-from jax_frontend import context_parallel_attention, explain_context_parallel
+from jax_frontend import (
+    attention,
+    context_parallel_attention,
+    explain_context_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
 
 pytestmark = pytest.mark.usefixtures("four_devices", "x64")
 
@@ -24,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("four_devices", "x64")
 def call_on_four(**keywords: Any) -> Any:
     case = Case("ring", (4,), lengths=(24, 24))
     given = sharded_arrays(case, case.arrays())
-    options = {"mesh": case.mesh, "axis_name": "outer", **keywords}
+    options = {"mesh": case.mesh, "axis_name": "outer", "layout": "zigzag", **keywords}
     return context_parallel_attention(*(given[name] for name in "qkv"), **options)
 
 
@@ -75,7 +81,7 @@ def test_heads_that_cannot_be_shared_are_refused():
 def test_documents_must_be_known_on_the_host():
     case = Case("ring", (4,), documents=DOCUMENTS)
     given = [sharded_arrays(case, case.arrays())[name] for name in "qkv"]
-    call = partial(context_parallel_attention, *given, mesh=case.mesh, axis_name="outer", causal=True)
+    call = partial(context_parallel_attention, *given, mesh=case.mesh, axis_name="outer", layout="zigzag", causal=True)
     offsets = jnp.asarray(DOCUMENTS, jnp.int32)
     traced = jax.jit(lambda offsets: call(seq_info=SeqInfo(offsets, offsets, 11, 11)))
     with pytest.raises(SpecError, match=r"seq_info.cu_seqlens_q: expected offsets on the host.* got traced ones"):
@@ -127,7 +133,7 @@ def test_rows_below_the_number_of_devices_and_windows_above_the_row_are_valid(la
 def test_documents_longer_than_the_row_are_refused():
     case = Case("ring", (4,), documents=DOCUMENTS)
     shards = [sharded_arrays(case, case.arrays())[name] for name in "qkv"]
-    call = partial(context_parallel_attention, *shards, mesh=case.mesh, axis_name="outer", causal=True)
+    call = partial(context_parallel_attention, *shards, mesh=case.mesh, axis_name="outer", layout="zigzag", causal=True)
     with pytest.raises(SpecError, match="length=23: expected the 28 positions of seq_info"):
         call(seq_info=SeqInfo.from_lengths((3, 25)), length=23)
     with pytest.raises(ShapeError, match=r"q: expected shards of \d+ positions, 43 over 4 ranks"):
@@ -145,11 +151,28 @@ def test_explain_chooses_the_layout_of_whole_rows():
     cut = [jax.ShapeDtypeStruct((shards, *row.shape[1:]), row.dtype) for row in rows]
     named = explain_context_parallel(*cut, layout=chosen.choice.layout, **dealt)
     assert (named.call, named.choice) == (chosen.call, chosen.choice)
-    chooses = r"explain_context_parallel\(\.\.\., layout=None\) chooses one for whole rows$"
-    with pytest.raises(SpecError, match=f"^layout=None: expected the layout that shard_sequence cut; {chooses}"):
+    chooses = r"explain_context_parallel\(\.\.\., layout=None\) chooses one$"
+    with pytest.raises(SpecError, match=f"^layout=None: outside jax.shard_map expected the layout of .*; {chooses}"):
         context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=None, **dealt)
     with pytest.raises(SpecError, match=r"^layout=5: expected the layout that shard_sequence cut, got builtins.int$"):
         context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=5, **dealt)
     short = [jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows]
     with pytest.raises(ShapeError, match=r"^q, k, v: expected rows of \(320, 320\) positions with layout=None, got"):
         explain_context_parallel(*short, layout=None, **dealt)
+
+
+def test_whole_rows_need_the_layout_that_they_are_in():
+    """Rows in their natural order would be read as shards of the default layout, and give wrong numbers."""
+    case = Case("ring", (2,), lengths=(24, 24))
+    given = case.arrays()
+    rows = [jnp.asarray(given[name]) for name in "qkv"]
+    spread_call = partial(context_parallel_attention, *rows, mesh=case.mesh, causal=True)
+    natural = r"expected the layout of the whole rows: .* or 'contiguous' for rows in their natural order"
+    for call in (spread_call, jax.jit(spread_call)):
+        with pytest.raises(SpecError, match=f"^layout=None: outside jax.shard_map {natural}"):
+            call()
+    right = attention(*rows, causal=True)
+    np.testing.assert_allclose(spread_call(layout="contiguous"), right, rtol=0, atol=NEAR)
+    shards = [shard_sequence(row, case.mesh) for row in rows]
+    found = context_parallel_attention(*shards, mesh=case.mesh, layout="zigzag", causal=True)
+    np.testing.assert_allclose(unshard_sequence(found, case.mesh), right, rtol=0, atol=NEAR)

@@ -78,7 +78,7 @@ def of_a_layer(backend: str) -> Program:
 def over_devices(backend: str) -> Program:
     """Context parallelism over two devices, forward and gradients."""
     mesh = cpu_meshes.mesh((2,), ("x",))
-    shared = {"mesh": mesh, "axis_name": "x", "strategy": "ring", "causal": True, "window": 4}
+    shared = {"mesh": mesh, "axis_name": "x", "strategy": "ring", "layout": "zigzag", "causal": True, "window": 4}
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return context_parallel_attention(q, k, v, **shared, backend=backend)

@@ -341,7 +341,7 @@ ALWAYS = {
     "jax_frontend.append_kv": ("block_table", "seq_lens"),
     "torch_frontend.pages_that_fit": ("memory",),
     "jax_frontend.pages_that_fit": ("memory",),
-    "jax_frontend.context_parallel_attention": ("mesh", "axis_name"),
+    "jax_frontend.context_parallel_attention": ("mesh", "axis_name", "layout"),
     "jax_frontend.explain_context_parallel": ("mesh", "axis_name"),
     "jax_frontend.shard_lengths": ("mesh", "axis_name"),
     "jax_frontend.shard_sequence": ("mesh", "axis_name"),

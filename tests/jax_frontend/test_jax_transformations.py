@@ -385,7 +385,12 @@ WITHOUT_JIT = {
         partial(attention, backend="math"), mesh=cpu_meshes.mesh((1,), ("x",)), in_specs=P(), out_specs=P()
     )(q, *kv),
     "context parallelism": lambda q, *_: context_parallel_attention(
-        q[:, :4], q[:, :4], q[:, :4], mesh=cpu_meshes.mesh((1,), ("x",)), axis_name="x", causal=True, backend="math"
+        *(q[:, :4],) * 3,
+        mesh=cpu_meshes.mesh((1,), ("x",)),
+        axis_name="x",
+        layout="zigzag",
+        causal=True,
+        backend="math",
     ),
 }
 

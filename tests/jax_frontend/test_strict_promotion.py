@@ -256,7 +256,7 @@ def test_context_parallelism_works_under_strict_promotion(
     def loss(x: Any, options: dict[str, Any]) -> Any:
         rows = shard_sequence(x, mesh=mesh)
         out = context_parallel_attention(
-            rows, rows, rows, mesh=mesh, strategy=strategy, causal=True, backend=backend, **options
+            rows, rows, rows, mesh=mesh, strategy=strategy, layout="zigzag", causal=True, backend=backend, **options
         )
         return unshard_sequence(out, mesh=mesh, length=x.shape[1]).sum()
 
