@@ -120,6 +120,8 @@ def _backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
 ) -> Gradients:
     tensors = (*_operands(*inputs[:3]), readable(out), readable(dout), lse.contiguous())
+    if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as -inf
+        dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     keywords = {**_offsets(spec, inputs), **lower(spec), "dlse": dlse}
     return Gradients(*entry_points().backward(*tensors, **keywords, dq=dq, dk=dk, dv=dv))

@@ -125,6 +125,7 @@ class StandIn:
         assert how["window_size_left"] is None and (how["causal"] or how["window_size_right"] is None)
         spec, inputs = self._checked(q, k, v, how)
         assert lse.shape == spec.lse_shape and lse.is_contiguous() and out.shape == dout.shape == spec.out_shape
+        assert dlse is None or dlse.isfinite().all()  # the kernel subtracts it from sums that it multiplies by weights
         gradients = math.backward(spec, inputs, out, lse, dout, dlse)
         buffers = [
             torch.empty_like(like) if buffer is None else buffer for like, buffer in zip((q, k, v), (dq, dk, dv))
@@ -220,6 +221,18 @@ def test_the_corners_of_the_claims(stand_in: StandIn) -> None:
     for name, call in corners(ffpa.BACKWARD).items():
         verdict = judge("torch", call, run("torch", call, "ffpa"))
         assert verdict.ok, f"{name}: {verdict}"
+
+
+def test_the_gradient_of_an_infinite_lse_does_not_reach_the_kernel(stand_in: StandIn) -> None:
+    """Rows that see no key have an lse of -inf, whose square has a gradient of -inf."""
+    q, k, v = (torch.randn(1, length, 2, 320).bfloat16().requires_grad_() for length in (5, 3, 3))
+    found = []
+    for backend in ("ffpa", "math"):
+        out, lse = torch_frontend.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        found.append(torch.autograd.grad(out.sum() + lse.square().sum(), (q, k, v)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+        assert one.isfinite().all()
 
 
 def test_keys_that_are_also_the_values(stand_in: StandIn) -> None:
