@@ -311,14 +311,15 @@ class Meeting:
         after = (self._rank + 1) % self._size
         if not store.check([f"exchanges/{after}"]):
             return
-        own = {number: (digest, exchange.mark.decode()) for number, digest, exchange in begun}
-        texts = {exchange.mark.decode(): exchange.text for _, _, exchange in begun}
-        for number, digest, mark in json.loads(store.get(f"exchanges/{after}")):
+        theirs = json.loads(store.get(f"exchanges/{after}"))
+        own = {number: (digest, exchange.mark.decode()) for number, digest, exchange in begun if number >= theirs[0][0]}
+        for number, digest, mark in theirs:
             if number in own and own[number][0] != digest:
                 marks = {self._rank: own[number][1], after: mark}
                 # With equal marks, an earlier exchange was another one.
-                named = texts if len(set(marks.values())) > 1 else {}
-                calls = {rank: named.get(mark, "another call") for rank, mark in marks.items()}
+                named = begun if len(set(marks.values())) > 1 else []
+                texts = {exchange.mark.decode(): exchange.text for _, _, exchange in named}
+                calls = {rank: texts.get(mark, "another call") for rank, mark in marks.items()}
                 self._apart = (
                     f"{_listed(calls, number)}\nAll ranks had made these calls before, so they were compared only "
                     f"afterwards. Results since then may be wrong, and {FOR_EVER}"
