@@ -141,6 +141,14 @@ def test_only_the_new_part_of_a_record_is_read() -> None:
     assert allocator.match([*PROMPT[:8], *[1] * 8]).tokens == 16
 
 
+def test_a_sequence_of_many_pages_can_be_shown() -> None:
+    """Its record has the chain of its pages, each of which has the one before it."""
+    allocator = PageAllocator(num_pages=2000, page_size=1)
+    allocator.allocate("a", 2000)
+    allocator.record("a", range(2000))
+    assert "Chain" in repr(allocator._held)
+
+
 def test_a_step_that_fails_forgets_what_it_evicted() -> None:
     """The copy may have written to those pages. What it would have evicted later is still found."""
     allocator = recorded(pages=4, tokens=PROMPT[:8])

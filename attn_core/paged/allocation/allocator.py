@@ -29,7 +29,7 @@ UNUSED = -1
 """The entry of a block table after a sequence's last page."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Chain:
     """The content of a page and of all pages before it.
 
