@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from quick_calls import QUICK
 from typer.testing import CliRunner
 
-from attn_core import backends
+from attn_core import AttentionSpec, backends
 from attn_core.cli import tune as command
 from attn_core.cli.app import app
 from attn_core.selection import Target
@@ -88,6 +89,22 @@ def test_the_grid_has_calls_of_every_kind_from_its_start(device: str) -> None:
         assert (documents is not None) is spec.packed
         if documents is not None:
             assert (sum(documents), len(documents), max(documents)) == (spec.q_len, spec.documents, spec.max_len_q)
+
+
+def test_backends_that_compile_or_store_every_score_are_timed_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, small, large = ("sdpa_flash", "math", "flex"), CALLS[0][0], replace(CALLS[0][0], q_len=2**14, kv_len=2**14)
+    monkeypatch.setattr(command, "draw", lambda *_: None)
+    monkeypatch.setattr(command, "timed", lambda call, framework, device, names, *_, **options: dict.fromkeys(names))
+
+    def names(spec: AttentionSpec, number: int, able: tuple[str, ...] = usual) -> list[str]:
+        monkeypatch.setattr(command, "able", lambda *_: able)
+        return [*command.measured(spec, None, Target("torch", "cpu"), number).entries]
+
+    assert [names(small, number) for number in range(5)] == [[*usual], *[[*usual[:2]]] * 3, [*usual]]
+    assert names(large, 0) == ["sdpa_flash", "flex"] and names(large, 1) == ["sdpa_flash"]
+    for alone in (("math",), ("flex",)):
+        assert names(large, 1, alone) == [*alone]
+    assert names(large, 1, ("math", "flex")) == ["math"]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from attn_core.context_parallel import one_device, ranges
 from attn_core.context_parallel.bands import Segment
 from attn_core.context_parallel.on_torch import one_device as parts
 from attn_core.context_parallel.tiles import Tile
+from attn_core.selection import Target, explain
 from torch_frontend.dispatch import in_parts as torch_parts
 
 pytestmark = pytest.mark.sampled
@@ -383,6 +384,18 @@ def test_automatic_choice_takes_parts_of_long_rows_alone() -> None:
 
     on_cpu = torch_frontend.explain(*arrays(512), key_ranges=torch.from_numpy(long))
     assert on_cpu.parts == selection.parts, "a tensor on the CPU is on the host, too"
+
+
+def test_automatic_choice_takes_no_parts_where_a_kernel_skips_blocks_as_fast() -> None:
+    """On a described H200: flash4 runs the ranges as a whole; without it flex does, which parts of flash3 beat."""
+    key_ranges = masks.shared_prefix([4096], [[2048, 2048]])
+    sizes = {"batch": 1, "q_len": 8192, "kv_len": 8192, "num_heads": 16, "num_kv_heads": 16, "head_dim": 128}
+    spec = AttentionSpec(**sizes, value_dim=128, dtype="bfloat16", key_ranges_shape=key_ranges.shape)
+    without = Target("torch", "sm90", (("flash4", "not installed here"),))
+    assert explain(spec, Target("torch", "sm90")).backend == "flash4"
+    assert one_device.choose(spec, key_ranges, Target("torch", "sm90"), None) is None
+    assert explain(spec, without).backend == "flex"
+    assert one_device.choose(spec, key_ranges, without, None).backends == ("flash3",)
 
 
 def test_the_automatic_choice_computes_what_the_whole_computes() -> None:
