@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
     """An exchange that ranks begin together.
 
     Attributes:
-        kind: "forward", "backward", or one of these with "compiled" before it.
+        kind: "forward", "backward", one of these with "compiled" before it, or "unshard_sequence".
         call: the text by which all ranks know the call.
         text: of the exchange; the same on a rank that compiles the call and on one that does not.
         mark: a checksum of this text.
