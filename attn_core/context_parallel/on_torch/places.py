@@ -62,11 +62,11 @@ class Places:
         for target, piece in self._pieces(tensor, values, axis):
             target.copy_(piece)
 
-    def zero_others(self, tensor: Tensor, axis: int = 1) -> None:
-        """Sets a tensor to 0 before and behind these places, which are one range."""
+    def zero_others(self, tensor: Tensor) -> None:
+        """Sets a tensor to 0 before and behind these places of its axis 1, which are one range."""
         start, stop = self.ranges[0] if self.ranges else (0, 0)
-        tensor.narrow(axis, 0, start).zero_()
-        tensor.narrow(axis, stop, tensor.shape[axis] - stop).zero_()
+        tensor[:, :start].zero_()
+        tensor[:, stop:].zero_()
 
     def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Adds values to these places of a tensor, in the tensor's dtype, in the order of the places."""

@@ -72,7 +72,7 @@ class TileRun(NamedTuple):
             scratch: buffers of ``spec.out_shape`` and ``spec.lse_shape`` of a kernel that ``writes``; else ().
         """
         if not (self.first and self.can_write(self.rows, out.dtype)):
-            merge_tile(self, out, lse, *self.attend(q, k, v, *([scratch] if scratch else [])))
+            _merge_tile(self, out, lse, *self.attend(q, k, v, *([scratch] if scratch else [])))
             return
         buffer = self.rows.take(out)
         buffer = buffer[0] if self.spec.packed else buffer
@@ -148,7 +148,7 @@ class RowCoverage:
         return bool(self._initialised.all())
 
 
-def merge_tile(run: TileRun, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def _merge_tile(run: TileRun, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges a tile's results into its rows of out and lse, in place; overwrites the rows if the tile is ``first``."""
     rows = run.rows
     if run.first:
