@@ -72,10 +72,14 @@ CALLS = """
   of 128 and four query heads for each kv head, in torch, on a TPU in JAX. Other calls may run on other kernels: ask
   `attn explain`, anywhere.
 - The order is the fixed one. On a card that was measured (H100, H200, or yours after `attn tune`) it depends on the
-  call.
+  call. Others measured flash kernels ahead of cuDNN on
+  [A100](https://github.com/huggingface/transformers/issues/48163) and for some calls on
+  [RTX Blackwell](https://github.com/sgl-project/sglang/issues/36494), and cuDNN ahead of FlashAttention 4 on
+  [B200](https://github.com/sgl-project/sglang/issues/33655): run `attn tune` there.
 - On the GPUs of AMD, Apple and Intel and on TPUs, the framework's own operations run. This project never ran them
   there.
-- `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference.
+- `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference;
+  [other builds](../get_started/install.md#packages-with-kernels) have one.
 
 ```bash
 attn explain --heads 32 --kv-heads 8 --head-dim 128 --q-len 4096 --causal --dtype bfloat16 --device sm89
