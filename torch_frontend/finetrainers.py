@@ -115,8 +115,7 @@ def attention_dispatch(  # noqa: C901
         attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
             are ``[q_len, kv_len]``; on the varlen providers, flex and xformers a mask of keys ``[batch, kv_len]``,
             bool on the former. flex also accepts a ``BlockMask``.
-        is_causal: query i sees keys 0 to i, whatever the lengths.
-            On a mesh it is refused, and so are masks.
+        is_causal: query i sees keys 0 to i, whatever the lengths. On a mesh it is refused, and so are masks.
         attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic`` and ``return_lse``, as in
             flash-attn, on any provider.
 

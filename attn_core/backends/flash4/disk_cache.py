@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from attn_core import expressions
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.programs.private_folder import UnsafeFolderError, private_folder
 
 log = logging.getLogger("attn_core.flash4")
 
@@ -28,6 +28,10 @@ PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-f
 """The packages that the compiled code depends on."""
 SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 """flash-attn-4's own environment variables. If one is set, flash-attn-4 does what it says."""
+
+
+class UnsafeFolderError(Exception):
+    """Another user may write into a folder of compiled code."""
 
 
 @cached_once
@@ -91,12 +95,22 @@ def _usable_folder() -> Path:
     """Creates and returns the folder.
 
     Raises:
-        OSError: if files in it cannot be written or locked.
+        OSError: if it cannot be created, or files in it cannot be written or locked.
         UnsafeFolderError: if another user may write into it, because its kernels are code that this process runs.
     """
     import fcntl  # flash-attn-4 runs on Linux alone; this module is imported everywhere
 
-    folder = private_folder("flash4", fingerprint())
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("attn_core", "flash4", fingerprint()):  # one by one, because mkdir gives parents another mode
+        folder /= name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            raise UnsafeFolderError(f"{folder} belongs to another user (uid {status.st_uid}); delete it")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UnsafeFolderError(f"others may write into {folder}; delete it, or chmod it to 700")
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return folder
