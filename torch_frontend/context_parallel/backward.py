@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +101,7 @@ def backward(
             own = sink_gradient(forward.own_heads(plan, sinks, group), saved.out, saved.lse, dout_rows, dlse_rows)
             forward.own_heads(plan, dsinks, group).copy_(own)
         compute = _gathered_gradients if plan.gathers else _ring_gradients
-        groups.append(compute(plan, saved, partial(_steps, plan, saved, keys, dout_rows, dlse_rows)))
+        groups.append(compute(plan, saved, _steps(saved, keys, dout_rows, dlse_rows)))
         if plan.outer.size == 1:  # nothing is pending: start the exchange of heads before the next group computes
             shards.append(_start_shards(plan, groups.pop().wait(), saved.q.dtype))
         del keys, pending, dout_rows, dlse_rows
@@ -113,17 +112,14 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-Lend = Callable[[Step, TileRun], Sequence[Total | None]]
-"""Returns the totals of dq, dk and dv into which the kernel of a step's first tile may write, None in place of others;
-empty if it may write into none."""
-Steps = Callable[[Lend], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]]
+Steps = Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]
 """Yields each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
-def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
+def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
     rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
     for step, tiles, (k, v) in keys.blocks():
-        gradients = [tile_gradients(tile, rows, k, v, () if at else lend(step, tile)) for at, tile in enumerate(tiles)]
+        gradients = [tile_gradients(tile, rows, k, v) for tile in tiles]
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 
@@ -131,25 +127,21 @@ def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Ten
 def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGradients:
     """Computes a group's gradients from gathered keys. Sends each other rank the sum for its keys."""
     dq, own = _totals(plan, saved)
-    others, pair = plan.outer.size - 1, (saved.k, saved.v)
-    sender = exchanges.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
-    sent = [
-        Total(block, others * plan.k_size, plan.sent_dtype, buffer)
-        for block, buffer in zip(pair, sender.buffers, strict=True)
-    ]
+    places, pair = (plan.outer.size - 1) * plan.k_size, (saved.k, saved.v)
     pending: PendingExchange[list[Tensor]] | None = None
-
-    def lend(step: Step, tile: TileRun) -> Sequence[Total | None]:
-        # Sums that are no views of the message are made late, when the gathered keys are freed.
-        return dq, *(own if not step.gathered else sent if others == 1 else (None, None))
-
-    for step, tiles, gradients in steps(lend):
-        queries = _add_key_gradients(tiles, gradients, sent if step.gathered else own)
-        if step.gathered:
-            sums = [total.tensor() for total in sent]
-            sent.clear()
-            # The sums may travel in the inputs' dtype. The gradients that arrive are added up in the wide one.
-            pending = sender.send(sums, plan.lse_dtype)
+    for step, tiles, gradients in steps:
+        if step.own:
+            _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
+            continue
+        # The message is made now, when the gathered keys are freed.
+        sender = exchanges.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
+        buffers = zip(pair, sender.buffers, strict=True)
+        sent = [Total(block, places, plan.sent_dtype, buffer) for block, buffer in buffers]
+        queries = _add_key_gradients(tiles, gradients, sent)
+        sums = [total.tensor() for total in sent]
+        sent.clear()
+        # The sums may travel in the inputs' dtype. The gradients that arrive are added up in the wide one.
+        pending = sender.send(sums, plan.lse_dtype)
         _add_query_gradients(dq, queries)  # overlaps the message just sent
     return GroupGradients(dq, own, pending)
 
@@ -166,17 +158,7 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
     of_borders: list[tuple[Border, PendingExchange[KVPair]]] = []
-    reserved: list[_Sums] = []
-
-    def lend(step: Step, tile: TileRun) -> Sequence[Total | None]:
-        if step.own:
-            return dq, *own
-        if (step.border is None and pending is not None) or not _may_reserve_early(plan, step, tile):
-            return ()
-        reserved.append(_reserve_sums(plan, saved, step))
-        return None, *reserved[0].totals  # dq is left to the own step, whose kernel writes more of it
-
-    for step, tiles, gradients in steps(lend):
+    for step, tiles, gradients in steps:
         if step.own:
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
@@ -185,7 +167,8 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
             pair = pending.wait()
             sums = [Total.in_place(each) for each in pair]
         else:
-            pair, sums = reserved.pop() if reserved else _reserve_sums(plan, saved, step)
+            pair = _new_message(plan, saved, step)
+            sums = [Total(each, each.shape[1], each.dtype, each) for each in pair]
         queries = _add_key_gradients(tiles, gradients, sums)
         for total in sums:
             total.tensor()  # zeros if this rank has no tile
@@ -194,7 +177,7 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
         else:
             # The gradients follow their block, and the last hop brings them home.
             pending = pair.hop(plan.outer, shifts[shifts.index(step.shift) + 1] - step.shift)
-        del pair, sums, total  # free this message: the next step may start one before its kernel runs
+        del pair, sums, total  # free this message before the next step's kernels run
         if dq.is_empty and own[0].is_empty:  # few queries, kept until the own step has written all
             later += queries
         else:
@@ -203,34 +186,11 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
 
 
-class _Sums(NamedTuple):
-    """The totals of dk and dv of the keys that travel for a step of a ring, and the message in which they lie."""
-
-    message: KVPair
-    totals: list[Total]
-
-
-def _reserve_sums(plan: RankPlan, saved: Residuals, step: Step) -> _Sums:
-    """Returns empty sums for the keys that travel for a step."""
-    places = _places(plan, step)
+def _new_message(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
+    """Returns memory for the gradients of the keys that travel for a step of a ring."""
+    places = plan.k_size if step.border is None else borders.size(step.border)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
-    message = KVPair.empty(shapes, saved.k, plan.sent_dtype)
-    return _Sums(message, [Total(each, places, each.dtype, each) for each in message])
-
-
-def _places(plan: RankPlan, step: Step) -> int:
-    """Returns the number of places of a block that travel for a step of a ring."""
-    return plan.k_size if step.border is None else borders.size(step.border)
-
-
-def _may_reserve_early(plan: RankPlan, step: Step, tile: TileRun) -> bool:
-    """Returns whether a step's sums may be there before its first tile's gradients, so that the kernel writes there.
-
-    The kernel needs memory of its own, so the message must not be much larger than the gradients that it replaces:
-    borders are small, and a block is started early if the tile has all of it.
-    """
-    fits = step.border is not None or tile.key_sums.is_whole(_places(plan, step))
-    return fits and tile.writes_gradients and tile.can_write(tile.key_sums, plan.sent_dtype)
+    return KVPair.empty(shapes, saved.k, plan.sent_dtype)
 
 
 def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:

@@ -68,29 +68,14 @@ def attend(
     return out, lse
 
 
-def tile_gradients(
-    tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor, totals: Sequence[Total | None] = ()
-) -> TileGradients:
-    """Returns the gradients of one tile, from the results of whole rows.
-
-    Args:
-        totals: of dq, dk and dv, if the tile's gradients are the next ones that are added to them; None in place of
-            others. The kernel may write into their memory.
-    """
+def tile_gradients(tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor) -> TileGradients:
+    """Returns the gradients of one tile, from the results of whole rows."""
     inputs, spec = tile.inputs(saved.q, k, v), tile.spec
     rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(saved.dout)]
     rows += [] if saved.dlse is None else [tile.rows.take(saved.dlse, 2)]
     out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
-    lent = _lent(tile, totals)
-    buffers = [each if each is None or not spec.packed else each[0] for each in lent]
-    into = [buffers] if any(each is not None for each in buffers) else []
-    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None, *into)[:3]
-    for buffer, gradient in zip(buffers, gradients, strict=True):
-        if buffer is not None and gradient is not buffer:  # as in ``TileRun.merge_into``
-            buffer.copy_(gradient)
-    own = (each[None] if spec.packed else each for each in gradients)
-    # The lent tensors themselves, by which ``Total.add`` knows that nothing is left to do.
-    return TileGradients(*(mine if theirs is None else theirs for mine, theirs in zip(own, lent, strict=True)))
+    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)[:3]
+    return TileGradients(*(each[None] if spec.packed else each for each in gradients))
 
 
 def add_gradients(
@@ -104,18 +89,6 @@ def add_gradients(
         del gradients, gradient  # free them before the next kernel runs
 
 
-def _lent(tile: TileRun, totals: Sequence[Total | None]) -> list[Tensor | None]:
-    """Returns memory of totals for a tile's dq, dk and dv. None stands for a gradient without such memory: the kernel
-    could not write there, or writing there would save no copy."""
-    of_tile = zip(totals or (None,) * 3, (tile.rows, tile.key_sums, tile.key_sums), strict=True)
-    return [
-        total.lend(places)
-        if total is not None and total.copies_next(places) and tile.can_write(places, total.dtype)
-        else None
-        for total, places in of_tile
-    ]
-
-
 class Total:
     """Adds up tiles' gradients along an axis of ``size`` places; the other axes are those of ``block``.
 
@@ -127,23 +100,11 @@ class Total:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
         self._buffer = buffer
         self._sum: Tensor | None = None
-        self._lent: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added, so that the memory of the sum may be lent."""
-        return self._sum is None and self._lent is None
-
-    def copies_next(self, places: Places) -> bool:
-        """Returns whether ``add`` would copy the next gradient into memory of its own: a first one, not taken over."""
-        return self.is_empty and not (self._buffer is None and places.is_whole(self.shape[1]))
-
-    def lend(self, places: Places) -> Tensor:
-        """Returns the memory of some places, in one range, for the gradient that is added first; 0 elsewhere."""
-        total = self._allocate(zeros=False)
-        places.zero_others(total)
-        self._lent = places.take(total), total
-        return self._lent[0]
+        """Whether nothing was added."""
+        return self._sum is None
 
     @classmethod
     def in_place(cls, tensor: Tensor) -> Total:
@@ -153,10 +114,8 @@ class Total:
         return total
 
     def add(self, places: Places, gradient: Tensor) -> None:
-        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places, or was lent."""
-        if self._lent is not None and gradient is self._lent[0]:
-            self._sum, self._lent = self._lent[1], None
-        elif self._sum is not None:
+        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places."""
+        if self._sum is not None:
             places.add(self._sum, gradient)
         elif self._buffer is None and places.is_whole(self.shape[1]):
             self._sum = gradient.to(self.dtype)

@@ -25,8 +25,7 @@ class TileRun(NamedTuple):
 
     Attributes:
         forward, backward: the backend's functions.
-        writes: whether ``forward`` and ``backward`` take buffers for their results.
-        writes_gradients: whether the kernel of ``backward`` writes into them; else they are copied there.
+        writes: whether ``forward`` takes buffers for its results.
         rows, keys: the places of its queries and keys in the operands.
         key_sums: the places where its keys' gradients are added up.
         first: whether no earlier tile has a result for its queries.
@@ -36,7 +35,6 @@ class TileRun(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     writes: bool
-    writes_gradients: bool
     rows: Places
     keys: Places
     key_sums: Places
@@ -113,8 +111,8 @@ def build_tile_run(
     key_sums = keys if places[2] is places[1] else Places(places[2], device)
     forward = in_range_if_on(wrap(backend.forward), name, "forward")
     backward: Any = backend.backward and in_range_if_on(wrap(backend.backward), name, "backward")
-    writes = bool(backend.writes_into), "backward" in backend.writes_into
-    return TileRun(spec, forward, backward, *writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
+    writes = bool(backend.writes_into)
+    return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 
 def _dtype(name: str) -> Any:
