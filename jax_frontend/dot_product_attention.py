@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.kinds import check_int32, is_host_int
 from attn_core.call.options import check_flag, check_number, requested_names
@@ -30,7 +29,8 @@ from jax_frontend.dispatch import plan
 
 Array = jax.Array
 
-_IMPLEMENTATIONS = ("xla", "cudnn")
+_IMPLEMENTATIONS = {"xla": "jax_xla", "cudnn": "jax_cudnn"}
+"""The backends by jax.nn's words. A plug-in that is called so, too, is not what jax.nn means."""
 
 
 class _Keywords(TypedDict, total=False):
@@ -219,8 +219,7 @@ def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | Non
         raise SpecError(
             f"implementation={shown(implementation)}: expected 'xla', 'cudnn' or None; backend= takes others"
         )
-    called_so = backends.foreign_names()[implementation]
-    name = next(name for name in called_so if backends.load(name).framework == "jax")
+    name = _IMPLEMENTATIONS[implementation]
     if backend is not None and requested_names(backend) != (name,):
         raise SpecError(
             f"implementation={shown(implementation)} with backend={shown(backend)}: they name different kernels; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 import torch
-from frameworks import spied
+from frameworks import registered, spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_process import in_its_own_process
 
-from attn_core import NoBackendError
+from attn_core import NoBackendError, backends
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from jax_frontend import dot_product_attention, explain, use_backend
 
@@ -437,6 +438,14 @@ def test_use_backend_applies_if_no_implementation_is_named() -> None:
         jax.block_until_ready(dot_product_attention(**case.learned))
         jax.block_until_ready(dot_product_attention(**case.learned, implementation="xla"))
     assert list(dict.fromkeys(seen)) == ["math", "jax_xla"]
+
+
+def test_a_plug_in_that_is_also_called_xla_is_not_what_jax_nn_means() -> None:
+    plug_in = replace(backends.load("jax_xla"), name="my_kernel", also_called={"xla": 1})
+    case = build((*SIZES[0][:5], 20))
+    with registered(plug_in), spied() as seen:
+        jax.block_until_ready(dot_product_attention(**case.learned, implementation="xla"))
+    assert set(seen) == {"jax_xla"}
 
 
 def test_an_implementation_that_cannot_run_names_the_reason() -> None:
