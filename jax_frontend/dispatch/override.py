@@ -24,11 +24,11 @@ def use_backend(*names: str) -> Iterator[None]:
     Raises:
         SpecError: for an unknown name, with the close matches.
     """
-    with override.use_backend(*names), nullcontext() if inside_a_task() else _traced_under(names or None):
+    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(names or None):
         yield
 
 
-def inside_a_task() -> bool:
+def _inside_a_task() -> bool:
     """Returns whether an asyncio task runs in this thread; other tasks of the thread would see JAX's contexts, too."""
     try:
         return asyncio.current_task() is not None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import jax_frontend.finetrainers
+import jax_frontend
 import torch_frontend.finetrainers
 from attn_core import SpecError
 from attn_core.call.options import is_plain_window
@@ -101,14 +101,11 @@ def _qkvpacked(frontend: Any, array: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _host(frontend: Any, array: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Finetrainers' dispatch (``[batch, heads, len, dim]``) or jax.nn's attention, with their names for options."""
-    names = {"causal": "is_causal"} | ({"dropout": "dropout_p"} if name == "attention_dispatch" else {})
-    names |= {"window": "local_window_size", "return_lse": "return_residual"}
-    of = frontend.finetrainers if name == "attention_dispatch" else frontend
+def _host(function: Callable[..., Any], array: Callable[..., Any], **names: str) -> Callable[..., Any]:
+    """A host's function of q, k and v, with its names for our options."""
 
     def call(**options: Any) -> Any:
-        return getattr(of, name)(*_rows(array), **{names.get(key, key): value for key, value in options.items()})
+        return function(*_rows(array), **{names.get(key, key): value for key, value in options.items()})
 
     return call
 
@@ -133,8 +130,16 @@ for kind, (frontend, array) in ARRAYS.items():
     ENTRIES[f"{kind} paged"] = _paged(frontend, array, "paged_attention")
     ENTRIES[f"{kind} explain_paged"] = _paged(frontend, array, "explain_paged")
     ENTRIES[f"{kind} run_attention"] = _run_attention(frontend, array)
-    ENTRIES[f"{kind} attention_dispatch"] = _host(frontend, array, "attention_dispatch")
-ENTRIES["jax dot_product_attention"] = _host(jax_frontend, jnp.asarray, "dot_product_attention")
+ENTRIES["torch attention_dispatch"] = _host(
+    torch_frontend.finetrainers.attention_dispatch, torch.from_numpy, causal="is_causal", dropout="dropout_p"
+)
+ENTRIES["jax dot_product_attention"] = _host(
+    jax_frontend.dot_product_attention,
+    jnp.asarray,
+    causal="is_causal",
+    window="local_window_size",
+    return_lse="return_residual",
+)
 ENTRIES["torch layer"] = _layer(torch_frontend, torch.from_numpy)
 LACKS = {
     "attention_dispatch": {"window", "softcap", "deterministic", "return_lse"},
@@ -153,7 +158,7 @@ def _cases() -> list[Any]:
             last = entry.split()[1]
             if name in LACKS.get(last, ()):
                 continue
-            if entry == "torch attention_dispatch" and isinstance(wrong, bool):
+            if last == "attention_dispatch" and isinstance(wrong, bool):
                 continue  # torch's own function, which raises this error, takes True for 1.0
             if last == "dot_product_attention" and isinstance(legal, tuple) and None in legal:
                 continue  # both sides have bounds there

@@ -1,4 +1,4 @@
-"""Writes calls in the words of Unsloth and Finetrainers, for the entries of both frameworks.
+"""Writes calls in the words of Unsloth, for the entries of both frameworks, and of Finetrainers, for torch's.
 
 The words come from the hosts' own documentation and not from the drop-ins' code, so that a wrong drop-in is found. A
 ``draw`` (any integer) chooses among the ways in which a host can write one call.

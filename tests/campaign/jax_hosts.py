@@ -41,7 +41,7 @@ def _ops() -> Ops:
     return Ops(jnp.asarray, lambda bias, seen: jnp.where(seen, bias, -jnp.inf))
 
 
-# Unsloth and Finetrainers
+# Unsloth
 
 
 def _unsloth(spec: AttentionSpec, arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -53,15 +53,6 @@ def _unsloth(spec: AttentionSpec, arrays: Arrays, options: dict[str, Any]) -> An
     with use_backend(*() if options["backend"] is None else (options["backend"],)):
         out = run_attention(config=config, context=context, **call)
     return out[0] if spec.packed else out
-
-
-def _finetrainers(spec: AttentionSpec, arrays: Arrays, options: dict[str, Any]) -> Any:
-    from jax_frontend.finetrainers import attention_dispatch, attention_provider
-
-    word, call = host_words.finetrainers_call(spec, arrays, options["backend"], _draw(spec), _ops())
-    with attention_provider(word):
-        results = attention_dispatch(**call, dropout_rng=options["dropout_rng"])
-    return (results[0].swapaxes(1, 2), results[1]) if spec.return_lse else results.swapaxes(1, 2)
 
 
 # Flax and equinox. Their projections select channels: exact, so heads are q, k and v.
@@ -247,7 +238,6 @@ _shared: dict[str, Any] = {"shared": True, "share": 0.5, "masks": True}
 
 ENTRIES = (
     Entry("jax unsloth", partial(_run, _unsloth), _unsloth_refuses, **_shared),
-    Entry("jax finetrainers", partial(_run, _finetrainers), host_words.finetrainers_refuses, words=words, **_shared),
     Entry("jax linen layer", partial(_run, _linen), _linen_refuses, needs=("flax",), **_shared),
     Entry("jax nnx layer", partial(_run, _nnx), _layer_refuses, needs=("flax",), **_shared),
     Entry(

@@ -32,12 +32,10 @@ from transformers.masking_utils import AttentionMaskInterface
 import jax_frontend
 import torch_frontend
 from attn_core import backends
-from attn_core.dropins import finetrainers
 from attn_core.selection import override
-from jax_frontend import finetrainers as finetrainers_of_jax
 from jax_frontend.linen import attention_fn
-from torch_frontend import finetrainers as finetrainers_of_torch
-from torch_frontend import huggingface
+from torch_frontend import finetrainers, huggingface
+from torch_frontend.finetrainers import providers
 
 SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
 ROUNDS = 3
@@ -68,8 +66,8 @@ def jax_heads(length: int, device: str, *, heads_first: bool) -> Any:
     return tuple(jax.device_put(array.numpy(), jax_device(device)) for array in arrays)
 
 
-def dispatch(module: Any, qkv: Any) -> Callable[[], Any]:
-    return lambda: module.attention_dispatch(*qkv, is_causal=True)
+def dispatch(qkv: Any) -> Callable[[], Any]:
+    return lambda: finetrainers.attention_dispatch(*qkv, is_causal=True)
 
 
 def unsloth(frontend: Any, word: str, qkv: Any) -> Callable[[], Any]:
@@ -110,13 +108,13 @@ def hosts(device: str) -> dict[int, Host]:
         5: Host(lambda: use_torch("math"), lambda: torch_frontend.attention(*torch_heads(5, device, **rows)), "math"),
         7: Host(lambda: use_torch(plain), unsloth(torch_frontend, "xformers", torch_heads(7, device, **first)), plain),
         11: Host(
-            lambda: finetrainers_of_torch.attention_provider("_native_math"),
-            dispatch(finetrainers_of_torch, torch_heads(11, device, **first)),
+            lambda: finetrainers.attention_provider("_native_math"),
+            dispatch(torch_heads(11, device, **first)),
             "math",
         ),
         13: Host(
-            lambda: finetrainers_of_torch.attention_provider(word),
-            dispatch(finetrainers_of_torch, torch_heads(13, device, **first)),
+            lambda: finetrainers.attention_provider(word),
+            dispatch(torch_heads(13, device, **first)),
             plain,
         ),
         17: Host(nullcontext, language_model("attn_core:math", 17, device), "math"),
@@ -124,8 +122,8 @@ def hosts(device: str) -> dict[int, Host]:
         23: Host(lambda: use_jax("jax_xla"), lambda: jax_frontend.attention(*jax_heads(23, device, **rows)), "jax_xla"),
         29: Host(lambda: use_jax("jax_xla"), lambda: layer.apply(params, x), "math"),
         31: Host(
-            lambda: finetrainers_of_jax.attention_provider(word),
-            dispatch(finetrainers_of_jax, jax_heads(31, device, **first)),
+            lambda: use_jax(plain),
+            lambda: jax_frontend.dot_product_attention(*jax_heads(31, device, **rows), is_causal=True),
             plain,
         ),
         37: Host(lambda: use_jax("math"), unsloth(jax_frontend, "sdpa", jax_heads(37, device, **first)), "math"),
@@ -179,7 +177,7 @@ def check_all(
         assert len(results) == ROUNDS
         for result in results:
             np.testing.assert_allclose(result, right[length], atol=1e-6, rtol=0, err_msg=str(length))
-    assert override.requested() is None and finetrainers.stated_provider() is None
+    assert override.requested() is None and providers.stated_provider() is None
 
 
 def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
@@ -193,7 +191,7 @@ def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: se
                 together.wait()  # every thread is inside its own block
                 results.append(as_numpy(host.call()))
                 together.wait()
-        assert override.requested() is None and finetrainers.stated_provider() is None
+        assert override.requested() is None and providers.stated_provider() is None
         return results
 
     with ThreadPoolExecutor(len(table)) as pool:
@@ -212,7 +210,7 @@ def test_each_task_keeps_its_own_kernel(device: str, registered: None, ran: set[
                 await together.wait()
                 results.append(as_numpy(host.call()))
                 await together.wait()
-        assert override.requested() is None and finetrainers.stated_provider() is None
+        assert override.requested() is None and providers.stated_provider() is None
         return results
 
     async def all_of_them() -> list[list[np.ndarray]]:
@@ -252,7 +250,7 @@ def observable_state() -> dict[str, Any]:
         "attention": dict(transformers.AttentionInterface._global_mapping),
         "masks": dict(AttentionMaskInterface._global_mapping),
         "methods": dict(vars(transformers.PreTrainedModel)),
-        "chosen": (override.requested(), finetrainers.stated_provider()),
+        "chosen": (override.requested(), providers.stated_provider()),
         "environment": dict(os.environ),
     }
 
@@ -269,7 +267,7 @@ class Zoo(NamedTuple):
 def replacing_torchs_function() -> Iterator[None]:
     """As the documentation of Finetrainers shows it."""
     original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = finetrainers_of_torch.attention_dispatch
+    F.scaled_dot_product_attention = finetrainers.attention_dispatch
     try:
         yield
     finally:
@@ -414,6 +412,6 @@ def test_the_compared_state_shows_a_drop_in_left_behind() -> None:
         assert changed == {"attention", "masks", "methods"}
     finally:
         huggingface.unregister()
-    with finetrainers_of_jax.attention_provider("flash"):
+    with finetrainers.attention_provider("flash"):
         assert observable_state() != at_first
     assert observable_state() == at_first

@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -38,18 +37,22 @@ from finetrainers_cases import (
     tensors,
     with_scale_above_0,
 )
-from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, Framework, as_numpy, spied
+from frameworks import spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
-from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import NoBackendError, SpecError, Target
-from attn_core.dropins import finetrainers
-from torch_frontend import explain, use_backend
-from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider, list_providers
+from torch_frontend import attention, explain, use_backend
+from torch_frontend.finetrainers import (
+    AttentionProvider,
+    attention_dispatch,
+    attention_provider,
+    list_providers,
+    providers,
+)
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 WORDS = tuple(provider.value for provider in AttentionProvider)
@@ -360,7 +363,7 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
     for found in (during, on_math):
         for one, other in zip(before, found, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
-    assert finetrainers.stated_provider() is None
+    assert providers.stated_provider() is None
     assert original is TORCH_ATTENTION
 
 
@@ -465,7 +468,7 @@ def test_every_option_reaches_the_kernels_call(device: str, monkeypatch: pytest.
     for what in ({}, {"attn_mask": KEEP}, {"attn_mask": KEEP, "is_causal": True}):
         seen.clear()
         with use_backend("math"), monkeypatch.context() as patch:
-            patch.setattr(finetrainers, "DEFAULT", "flash_varlen")
+            patch.setattr(providers, "DEFAULT", "flash_varlen")
             given = {
                 name: torch.from_numpy(value).to(device) if name == "attn_mask" else value
                 for name, value in what.items()
@@ -615,7 +618,7 @@ def test_a_word_or_a_member_of_any_enumeration(word: str) -> None:
     host = enum.Enum("AttentionProvider", {"SOME": word}, type=str)
     for name in (word, AttentionProvider(word), host.SOME):
         with attention_provider(name) as provider:
-            assert provider is finetrainers.stated_provider() is AttentionProvider(word)
+            assert provider is providers.stated_provider() is AttentionProvider(word)
     with attention_provider() as provider:
         assert provider is AttentionProvider.NATIVE
 
@@ -663,6 +666,31 @@ def chosen(q: Any, k: Any, v: Any, word: str) -> str | None:
     return explain(*rows, alignment="top_left", backend=names).backend
 
 
+NAMED = {
+    # by device: the dtype, and the kernel of some words; what takes float32 on a GPU is no flash kernel
+    "cpu": (torch.float32, {"_native_math": "math", "flex": "flex", "flash": "sdpa_flash", "native": "sdpa_flash"}),
+    "cuda": (
+        torch.bfloat16,
+        {"_native_math": "math", "_native_flash": "sdpa_flash", "_native_efficient": "sdpa_efficient"},
+    ),
+}
+
+
+def test_the_words_choose_the_kernel_of_attention(device: str) -> None:
+    dtype, named = NAMED[device]
+    q = torch.zeros(1, 8, 2, 16, device=device, dtype=dtype)
+    with spied() as ran:
+        for word in map(AttentionProvider, named):
+            with attention_provider(word):
+                attention(q, q, q)
+    assert ran == list(named.values())
+    with pytest.raises(NoBackendError, match="sage"), attention_provider("sage"):
+        attention(q, q, q, softcap=2.0)  # which SageAttention has not, wherever it is installed
+    with pytest.raises(SpecError, match="did you mean"), attention_provider("xformer"):
+        pass
+    assert {"flash", "native", "_native_math"} <= set(map(str, list_providers(training=True)))
+
+
 def enter(words: list[str], function: Any) -> Any:
     if not words:
         return function()
@@ -681,18 +709,18 @@ def test_threads_have_providers_of_their_own() -> None:
     def run(word: str) -> None:
         with attention_provider(word):
             together.wait(300)
-            found[word] = finetrainers.stated_provider()
+            found[word] = providers.stated_provider()
             together.wait(300)
 
     with attention_provider("flash"):
         threads = [threading.Thread(target=run, args=(word,)) for word in ("flex", "native")]
         [thread.start() for thread in threads]
         together.wait(300)
-        found["here"] = finetrainers.stated_provider()
+        found["here"] = providers.stated_provider()
         together.wait(300)
         [thread.join() for thread in threads]
     assert found == {"flex": "flex", "native": "native", "here": "flash"}
-    assert finetrainers.stated_provider() is None
+    assert providers.stated_provider() is None
 
 
 def test_tasks_have_providers_of_their_own() -> None:
@@ -719,8 +747,8 @@ def test_tasks_have_providers_of_their_own() -> None:
 )
 def test_the_environment_names_the_provider_outside_of_blocks(value: str | None, outcome: str) -> None:
     code = (
-        "from attn_core import SpecError\nfrom attn_core.dropins import finetrainers\n"
-        "try: print(finetrainers.default_provider().value)\n"
+        "from attn_core import SpecError\nfrom torch_frontend.finetrainers import providers\n"
+        "try: print(providers.default_provider().value)\n"
         "except SpecError as error: print('SpecError' if 'FINETRAINERS_ATTN_PROVIDER=' in str(error) else error)"
     )
     environment = {} if value is None else {"FINETRAINERS_ATTN_PROVIDER": value}
@@ -729,13 +757,13 @@ def test_the_environment_names_the_provider_outside_of_blocks(value: str | None,
 
 
 def test_the_provider_of_the_environment_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetrainers, "DEFAULT", "_native_math")
+    monkeypatch.setattr(providers, "DEFAULT", "_native_math")
     with spied() as ran:
         attention_dispatch(*tensors(device=device), enable_gqa=True)
         with attention_provider("native"):
             attention_dispatch(*tensors(device=device), enable_gqa=True)
     assert ran == ["math", chosen(*tensors(device=device), "native")]
-    monkeypatch.setattr(finetrainers, "DEFAULT", "sage")
+    monkeypatch.setattr(providers, "DEFAULT", "sage")
     with pytest.raises(NoBackendError, match="sage"):
         attention_dispatch(*tensors(device=device), enable_gqa=True)
 
@@ -770,7 +798,7 @@ def runs(provider: AttentionProvider, training: bool, uses_mask: bool, device: s
 
 def listed(device: str, training: bool, uses_mask: bool, unavailable: Any = ()) -> set[str]:
     target = Target("torch", device, unavailable)
-    return set(map(str, finetrainers.providers_on(target, training=training, uses_mask=uses_mask)))
+    return set(map(str, providers.providers_on(target, training=training, uses_mask=uses_mask)))
 
 
 def test_the_hosts_table_on_a_machine_with_everything() -> None:
@@ -786,8 +814,6 @@ def test_the_hosts_table_on_a_machine_with_everything() -> None:
     without = tuple((name, "not installed") for name in ("flash2", "flash3", "flash4", "xformers", "sage"))
     assert listed("sm90", True, True, without) >= {"flash_varlen", "native"}
     assert {"xformers", "sage", "sage_varlen"}.isdisjoint(listed("sm90", False, False, without))
-    in_jax = finetrainers.providers_on(Target("jax", "sm90"), training=False, uses_mask=True)
-    assert "flash_varlen" in in_jax and "sage_varlen" not in in_jax
 
 
 # Compiled
@@ -893,55 +919,5 @@ def test_the_page_s_examples_run() -> None:
         for block in blocks:
             names: dict[str, Any] = {"__name__": "example"}
             exec(compile(block, page.name, "exec"), names)
-            # What JAX has yet to run would be seen by the next test that watches kernels.
-            jax.block_until_ready([value for value in names.values() if isinstance(value, jax.Array)])
     finally:
         F.scaled_dot_product_attention = original
-
-
-# JAX
-
-
-both = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
-NAMED = {
-    # by device: the dtype, and the kernel of some words; what takes float32 on a GPU is no flash kernel
-    "cpu": ("float32", {"_native_math": "math", "flex": "flex", "flash": "sdpa_flash", "native": "sdpa_flash"}),
-    "cuda": (
-        "bfloat16",
-        {"_native_math": "math", "_native_flash": "sdpa_flash", "_native_efficient": "sdpa_efficient"},
-    ),
-}
-
-
-@pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
-@both
-def test_the_words_choose_the_kernel_of_attention(framework: Framework) -> None:
-    module = importlib.import_module(f"{framework.frontend.__name__}.finetrainers")
-    dtype, named = NAMED[framework.device]
-    q = framework.zeros(1, 8, 2, 16, dtype=dtype)
-    with spied() as ran:
-        for word in map(AttentionProvider, named):
-            with module.attention_provider(word):
-                as_numpy(framework.frontend.attention(q, q, q))
-    assert ran == list(named.values())
-    with pytest.raises(NoBackendError, match="sage"), module.attention_provider("sage"):
-        framework.frontend.attention(q, q, q, softcap=2.0)  # which SageAttention has not, wherever it is installed
-    with pytest.raises(SpecError, match="did you mean"), module.attention_provider("xformer"):
-        pass
-    assert {"flash", "native", "_native_math"} <= set(map(str, module.list_providers(training=True)))
-
-
-@pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
-@pytest.mark.parametrize("framework", [JAX, pytest.param(JAX_ON_GPU, marks=pytest.mark.cuda)], ids=str)
-def test_under_jit_the_words_have_functions_traced_anew(framework: Framework) -> None:
-    from jax_frontend.finetrainers import attention_provider as in_jax
-
-    dtype, named = NAMED[framework.device]
-    words = [word for word in named if word != "flex"]
-    q = framework.zeros(1, 8, 2, 16, dtype=dtype)
-    with spied() as ran:
-        program = jax.jit(lambda q: framework.frontend.attention(q, q, q))
-        for word in words:
-            with in_jax(word):
-                program(q).block_until_ready()
-    assert ran == [named[word] for word in words]

@@ -32,12 +32,12 @@ import torch_frontend.diffusers
 import torch_frontend.flash_attn
 from attn_core import SeqInfo, cli
 from attn_core.cli import tune
-from attn_core.dropins import finetrainers
 from attn_core.paged.allocation.allocator import PageAllocator
 from attn_core.selection import tables
 from attn_core.selection.override import requested, use_backend
 from attn_core.selection.whole_file import write_whole
 from torch_frontend.context_parallel import layers
+from torch_frontend.finetrainers import providers
 
 pytestmark = pytest.mark.sampled
 
@@ -162,7 +162,7 @@ def blocks() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     return {
         "use_backend": (lambda: use_backend("math"), requested),
         "jax use_backend": (lambda: JAX.frontend.use_backend("math"), requested),
-        "attention_provider": (lambda: finetrainers.provided("flash", use_backend), finetrainers.stated_provider),
+        "attention_provider": (lambda: providers.provided("flash"), providers.stated_provider),
         "diffusers": (torch_frontend.diffusers.installed, torch_frontend.diffusers.is_installed),
         "use_context_parallel": (
             lambda: layers.use_context_parallel(mesh(), length=4),

@@ -24,13 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from attn_core import SeqInfo, masks
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import LAYOUTS
-from attn_core.dropins import finetrainers
 from torch_frontend import Pages, diffusers_parallel
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
 from torch_frontend.context_parallel.layers import active_mesh, use_context_parallel
 from torch_frontend.context_parallel.mesh import rank_of, row_layout
 from torch_frontend.context_parallel.shards import shard_lengths, shard_sequence, unshard_sequence
-from torch_frontend.finetrainers import attention_dispatch, attention_provider
+from torch_frontend.finetrainers import attention_dispatch, attention_provider, providers
 from torch_frontend.module import Attention
 
 Tensor = torch.Tensor
@@ -464,11 +463,11 @@ def finetrainers_rows() -> dict[str, Any]:
         right = attention_dispatch(*leaves, enable_gqa=True, scale=0.4, attention_kwargs=kwargs)
         alone = attention_dispatch(*[parts[0].detach()] * 3)
         with attention_provider("_native_math", mesh=mesh, rotate_method=method):
-            assert finetrainers.may_share
+            assert providers.may_share
             out = attention_dispatch(*parts, enable_gqa=True, scale=0.4, attention_kwargs=kwargs)
             with attention_provider():  # an inner block without a mesh shares nothing
                 assert torch.equal(alone, attention_dispatch(*[parts[0].detach()] * 3))
-        assert not finetrainers.may_share and finetrainers.active_rows() is None
+        assert not providers.may_share and providers.active_rows() is None
         pairs = list(zip(out, right)) if kwargs else [(out, right)]
         gradients = torch.autograd.grad(pairs[0][0], parts, of_out.detach())
         truth = torch.autograd.grad(pairs[0][1], leaves, dout)

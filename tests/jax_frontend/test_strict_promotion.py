@@ -6,7 +6,6 @@ A dtype or rank that one of our expressions leaves to JAX is an error there, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_frontend
-from jax_frontend import attention, context_parallel_attention, finetrainers, shard_sequence, unshard_sequence
+from jax_frontend import attention, context_parallel_attention, shard_sequence, unshard_sequence
 
 pytestmark = pytest.mark.sampled
 
@@ -132,11 +131,9 @@ def in_pages(backend: str) -> Any:
     return results
 
 
-def dispatched(provider: str | None) -> Any:
-    mask = jnp.asarray(HIDDEN)[None, None, None]
-    call = partial(finetrainers.attention_dispatch, attn_mask=mask, enable_gqa=True)
-    with nullcontext() if provider is None else finetrainers.attention_provider(provider):
-        return gradients(call, *(array.swapaxes(1, 2) for array in rows()))
+def heads_first() -> Any:
+    call = partial(jax_frontend.attention, mask=jnp.asarray(HIDDEN)[None, None, None], layout="bhsd")
+    return gradients(call, *(array.swapaxes(1, 2) for array in rows()))
 
 
 def as_unsloth(info: Any, mask: Any) -> Any:
@@ -216,7 +213,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "dropout": dropping,
     "jvp": forward_mode,
     "qkvpacked": one_array,
-    **{f"finetrainers-{provider}": partial(dispatched, provider) for provider in (None, "flash_varlen")},
+    "heads-first": heads_first,
     "unsloth": partial(as_unsloth, None, None),
     "unsloth-documents": partial(as_unsloth, DOCUMENTS["jax"], None),
     **{

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from frameworks import BOTH, JAX, TORCH, Framework, spied
+from frameworks import BOTH, JAX, JAX_ON_GPU, TORCH, Framework, spied
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch_first import torch_first  # noqa: F401 (a fixture)
@@ -291,6 +291,18 @@ def test_a_jitted_function_is_traced_again_under_other_names(ran: list[str]) -> 
     assert run(with_its_own) == {"math"}
     with JAX.frontend.use_backend("sdpa_flash"):
         assert run(with_its_own) == {"math"}
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("torch_first")
+def test_a_jitted_function_is_traced_again_on_a_gpu(ran: list[str]) -> None:
+    names = ["math", "sdpa_flash", "sdpa_efficient"]
+    q = JAX_ON_GPU.zeros(1, 8, 2, 16, dtype="bfloat16")
+    program = jax.jit(lambda q: JAX_ON_GPU.frontend.attention(q, q, q))
+    for name in names:
+        with JAX_ON_GPU.frontend.use_backend(name):
+            program(q).block_until_ready()
+    assert ran == names
 
 
 def test_gradients_come_from_the_block_of_the_forward() -> None:

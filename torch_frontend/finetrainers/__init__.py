@@ -17,28 +17,14 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import check_flag, check_number
-from attn_core.dropins import finetrainers
-from attn_core.dropins.finetrainers import (
-    NATIVE,
-    SAGE_VARLEN,
-    VARLEN,
-    Attend,
-    AttentionProvider,
-    DispatchCall,
-    HostOptions,
-    Results,
-    SharedRows,
-    attention_with,
-)
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.autocast import autocast_dtype
 from torch_frontend.dispatch.functions import function_of, is_block_mask
-from torch_frontend.dispatch.plan import check_tensor, smaller
+from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
     are_jit_traces_active,
@@ -48,6 +34,9 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
+from torch_frontend.finetrainers import calls, providers
+from torch_frontend.finetrainers.calls import DispatchCall, HostOptions, attention_with
+from torch_frontend.finetrainers.providers import NATIVE, VARLEN, AttentionProvider, SharedRows
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -80,10 +69,10 @@ def attention_provider(
         SpecError: for an unknown provider, and options of a mesh that are not supported.
         TypeError, ShapeError: for a mesh that is no ``DeviceMesh`` of one axis, or of two: (outer, inner).
     """
-    shared = finetrainers.shared_rows(mesh, convert_to_fp32, rotate_method)
+    shared = providers.shared_rows(mesh, convert_to_fp32, rotate_method)
     if shared is not None:
         check_mesh(mesh)
-    return finetrainers.provided(provider, override.use_backend, shared)
+    return providers.provided(provider, shared)
 
 
 def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[AttentionProvider]:
@@ -93,7 +82,7 @@ def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[A
         training: whether the kernel must have a backward.
         uses_mask: whether the kernel must support a mask: of scores, or of keys on the varlen providers.
     """
-    return list(finetrainers.providers_on(Target.here("torch", here()), training=training, uses_mask=uses_mask))
+    return list(providers.providers_on(Target.here("torch", here()), training=training, uses_mask=uses_mask))
 
 
 def attention_dispatch(  # noqa: C901
@@ -133,8 +122,8 @@ def attention_dispatch(  # noqa: C901
         attn_mask, is_causal = as_causal(attn_mask, is_causal, query)
     if _is_compiling():
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        unclear = attention_kwargs or finetrainers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
-        unclear = unclear or finetrainers.may_share
+        unclear = attention_kwargs or providers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
+        unclear = unclear or providers.may_share
         if unclear or (attn_mask is not None and attn_mask.dim() == 2):
             return _outside_the_graph(*call, attention_kwargs)
         return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
@@ -148,8 +137,8 @@ def attention_dispatch(  # noqa: C901
         check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     if attention_kwargs is not None:
         check_kind("attention_kwargs", attention_kwargs, Mapping, "a dict or None")
-    provider = finetrainers.stated_provider() or finetrainers.default_provider()
-    shared = finetrainers.active_rows()
+    provider = providers.stated_provider() or providers.default_provider()
+    shared = providers.active_rows()
     if shared is not None:
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return run_over_ranks(shared, provider, call, attention_kwargs)
@@ -214,10 +203,10 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
     """
     if _is_ours(call):
         try:
-            finetrainers.check_heads(call)
-            positive = finetrainers.with_positive_scale(call)
+            calls.check_heads(call)
+            positive = calls.with_positive_scale(call)
             attend = attention_with(attention, positive, _DEFAULTS, None)
-            return finetrainers.run_dense(attend, positive, _DEFAULTS, smaller if _is_compiling() else None)[0]
+            return calls.run_dense(attend, positive, _DEFAULTS)[0]
         except SpecError:  # torch's own function supports the call or raises its own error
             pass
         except NoBackendError as error:
@@ -284,21 +273,21 @@ def is_table(mask: Any, query: Any) -> bool:
 
 def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
     """Runs a call on a provider's kernel, or raises with every reason against it."""
-    check_tensors(call)
-    options = finetrainers.interpret(kwargs)
+    calls.check_operands(call)
+    options = calls.interpret(kwargs)
     mask_mod, mask = None, call.attn_mask
     if is_block_mask(mask) and provider is AttentionProvider.FLEX:
         (batch, heads, q_len, _), kv_len = call.query.shape, call.key.shape[2]
         mask_mod, mask = function_of(mask, batch, heads, q_len, kv_len, "attn_mask"), None
     elif mask is not None:
         check_tensor("attn_mask", mask)
-        mask = finetrainers.with_mask_axes(provider, call.query, mask)
-    call = finetrainers.with_positive_scale(call._replace(attn_mask=mask))
+        mask = calls.with_mask_axes(provider, call.query, mask)
+    call = calls.with_positive_scale(call._replace(attn_mask=mask))
     attend = attention_with(attention, call, options, provider)
     if call.attn_mask is not None and provider in VARLEN:
-        results = _run_key_mask(provider, call, options, attend)
+        results = calls.run_key_mask(provider, call, options, attend)
     else:
-        results = finetrainers.run_dense(attend, call, options, mask_mod=mask_mod)
+        results = calls.run_dense(attend, call, options, mask_mod=mask_mod)
     return results if options.return_lse else results[0]
 
 
@@ -320,8 +309,8 @@ def run_over_ranks(
     """
     from torch_frontend.context_parallel.attention import context_parallel_attention
 
-    check_tensors(call)
-    options = finetrainers.interpret(kwargs)
+    calls.check_operands(call)
+    options = calls.interpret(kwargs)
     if call.attn_mask is not None:
         raise SpecError("attn_mask: expected None with a mesh, because every rank would need another part of it")
     if call.is_causal:
@@ -329,48 +318,9 @@ def run_over_ranks(
             "is_causal=True: expected False with a mesh; the host cuts rows into consecutive parts, but its causal "
             "ring reads them in torch's head-and-tail order. torch_frontend.context_parallel_attention has layout="
         )
-    call = finetrainers.with_positive_scale(call)
+    call = calls.with_positive_scale(call)
     over_ranks = {"mesh": shared.mesh, "strategy": shared.strategy, "layout": "contiguous"}
     rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, heads, shard, dim] -> [batch, shard, heads, dim]
     out, lse = attention_with(context_parallel_attention, call, options, provider, **over_ranks)(*rows)
     out = out.transpose(1, 2)
     return (out, lse) if options.return_lse else out
-
-
-def check_tensors(call: DispatchCall) -> None:
-    """Raises TypeError, SpecError or one of its subclasses for query, key and value."""
-    for name, tensor in zip(finetrainers.NAMES, call[:3], strict=True):
-        check_tensor(name, tensor)
-    finetrainers.check_operands(call, any_dtypes=autocast_dtype(call.query.device) is not None)
-
-
-def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
-    """Runs a varlen provider's mask of keys: flash_varlen packs the visible keys, sage_varlen runs row by row."""
-    keep = finetrainers.key_mask(provider, call, options, without_copies(call.attn_mask))
-    if provider is SAGE_VARLEN and not call.is_causal and 0 not in (len(call.key), call.key.shape[2]):
-        return _run_rows(attend, call, keep.expand(call.key.shape[0], call.key.shape[2]))
-    return finetrainers.run_key_mask(
-        provider, call, options, attend, keep, torch, lambda tensor, places: tensor.index_select(0, places)
-    )
-
-
-def _run_rows(attend: Attend, call: DispatchCall, keep: Tensor) -> Results:
-    """Runs each row on the keys that it sees, for a kernel that has neither masks nor documents.
-
-    The number of keys depends on the mask's values, so this waits for the device.
-    """
-    q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
-    results = [
-        attend(q[row : row + 1], k[row : row + 1, visible], v[row : row + 1, visible], causal=False)
-        for row, visible in enumerate(keep)
-    ]
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs).transpose(1, 2), None if lses[0] is None else torch.cat(lses)
-
-
-def without_copies(mask: Tensor) -> Tensor:
-    """Returns the mask with one entry for all heads, and one for all queries, if that axis was expanded."""
-    if mask.dim() == 4:
-        for axis in (1, 2):
-            mask = mask.narrow(axis, 0, 1) if mask.shape[axis] > 1 and mask.stride(axis) == 0 else mask
-    return mask
