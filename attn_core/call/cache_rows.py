@@ -18,7 +18,7 @@ kernels for many queries are faster where a row of the cache is no page:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -125,6 +125,35 @@ def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[
         )
 
 
+def value_check(q_len: Any, kv_len: Any, options: Mapping[str, Any]) -> Callable[[CacheRows, int, int], None]:
+    """Returns ``check_values``, or ``_check_whole_rows`` if queries that number the keys may be rows with padding.
+
+    Args:
+        options: the arguments of ``attention``, by name; the window is a pair.
+    """
+    may_be_padded = is_number(q_len) and is_number(kv_len) and q_len == kv_len
+    shifts = may_be_padded and has_diagonal(options) and options["alignment"] == "bottom_right"
+    return _check_whole_rows if shifts else check_values
+
+
+def _check_whole_rows(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
+    """Runs ``check_values``, and refuses rows that are padded on the right: their queries would lie too far left."""
+    check_values(rows, kv_len, cache_batch)
+    lengths = np.asarray(kv_len if rows.kv_lengths is None else rows.kv_lengths)
+    if (padded := (lengths > 0) & (lengths < kv_len)).any():
+        row = int(np.argmax(padded))
+        raise SpecError(
+            f"kv_lengths[{row}]={lengths[row]}: expected {kv_len} or 0 with alignment='bottom_right' and the {kv_len} "
+            "queries of q, of which the last one stands at the row's last key; for rows that are padded on the right "
+            "pass alignment='top_left'"
+        )
+
+
+def has_diagonal(options: Mapping[str, Any]) -> bool:
+    """Returns whether ``alignment`` has an effect: with causal, a window (a pair) or ALiBi."""
+    return options["causal"] or options["window"] != (None, None) or options["alibi_slopes"] is not None
+
+
 def check_values(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
     """Checks the values of arrays that are on the host; those that are not are None.
 
@@ -159,8 +188,7 @@ def takes_pages(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
         sizes: the batch, q_len, kv_len and the rows of the cache.
         options: the arguments of ``attention``, by name; the window is a pair.
     """
-    banded = options["causal"] or options["window"] != (None, None) or options["alibi_slopes"] is not None
-    if banded and options["alignment"] != "bottom_right":
+    if has_diagonal(options) and options["alignment"] != "bottom_right":
         return False
     if not all(map(is_number, sizes)) or 0 in sizes:  # a pool has pages of a size that is a number
         return False

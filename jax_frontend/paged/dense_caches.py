@@ -127,10 +127,11 @@ def _checked(
     if theirs is not None and plan.is_on_host(theirs):
         check_values(np.asarray(theirs), q.shape[1])
     on_host = CacheRows(*(array if plan.is_on_host(array) else None for array in rows))
-    cache_rows.check_values(on_host, k.shape[1], k.shape[0])
+    options = options | {"window": call.window}
+    cache_rows.value_check(q.shape[1], k.shape[1], options)(on_host, k.shape[1], k.shape[0])
     # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
     moved = (jax.device_put(array.copy()) if isinstance(array, np.ndarray) else array for array in rows)
-    return CacheRows(*moved), options | {"window": call.window}
+    return CacheRows(*moved), options
 
 
 def _form(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Form:

@@ -107,8 +107,8 @@ def _packed() -> dict[str, Tensor]:
     return {name: tensor.flatten(0, 1) for name, tensor in _rows().items()}
 
 
-def _heads_first() -> dict[str, Tensor]:
-    return {name: tensor.transpose(1, 2).contiguous() for name, tensor in _rows().items()}
+def _heads_first(q_len: int = TOKENS) -> dict[str, Tensor]:
+    return {name: tensor.transpose(1, 2).contiguous() for name, tensor in _rows(q_len).items()}
 
 
 def _mask() -> Tensor:
@@ -220,7 +220,7 @@ FORMS: dict[str, Form] = {
     "rows of a cache, chunk": Form(attention, _rows(NEW) | _LENGTHS | _SINKS, _CAUSAL | {"return_lse": True}),
     "rows of a cache, index": Form(attention, _rows(1) | _LENGTHS | {"cache_index": _ints(1, 0)}, _CAUSAL),
     "rows of a cache, starts": Form(attention, _rows(1) | _LENGTHS | {"kv_starts": _ints(2, 0)}, _CAUSAL),
-    "rows of a cache, bhsd": Form(attention, _heads_first() | _LENGTHS, _CAUSAL | {"layout": "bhsd"}),
+    "rows of a cache, bhsd": Form(attention, _heads_first(NEW) | _LENGTHS, _CAUSAL | {"layout": "bhsd"}),
     "paged": Form(paged_attention, _DECODE, {}),
     "paged, lse": Form(paged_attention, _DECODE | _SINKS, {"return_lse": True, "window": 3}),
     "paged chunk": Form(paged_attention, _CHUNK, {"max_len_q": 2}),

@@ -618,6 +618,11 @@ Q, K = (2, 3, 4, 8), (2, 7, 2, 8)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "long": ({"kv_lengths": [3, 8]}, SpecError, "kv_lengths[1]=8: expected 0 to 7"),
     "negative": ({"kv_lengths": [-1, 8]}, SpecError, "kv_lengths[0]=-1: expected 0 to 7"),
+    "padded rows": (
+        {"kv_lengths": [7, 3], "q": (2, 7, 4, 8), "causal": True},
+        SpecError,
+        "kv_lengths[1]=3: expected 7 or 0 with alignment='bottom_right' and the 7 queries of q",
+    ),
     "late start": ({"kv_lengths": [3, 4], "kv_starts": [0, 5]}, SpecError, "kv_starts[1]=5: expected 0 to 4"),
     "start alone": ({"kv_starts": [0, 8]}, SpecError, "kv_starts[1]=8: expected 0 to 7"),
     "index": ({"cache_index": [2, 0]}, SpecError, "cache_index[0]=2: expected 0 to 1, the last row of k"),
@@ -689,6 +694,21 @@ def test_bad_input(name: str, framework: str, hosted: bool) -> None:
             with pytest.raises(kind) as raised:
                 function(*tensors, **options)
             assert str(raised.value).startswith(message), str(raised.value)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_padded_on_the_right_need_the_top_left(learned: bool, framework: str) -> None:
+    """With the default alignment their queries would be shifted, and the first ones would see no key."""
+    diagonals: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (2, 1)}, "alibi": {"alibi": 1}}
+    for options in diagonals.values():
+        run(framework, rows_call([KV_LEN, 0, KV_LEN], q_len=KV_LEN, **options), learned=learned)  # nothing is shifted
+        padded = rows_call([KV_LEN, 0, 9], q_len=KV_LEN, **options)
+        with pytest.raises(SpecError, match=r"kv_lengths\[2\]=9: .* padded on the right pass alignment='top_left'"):
+            run(framework, padded, learned=learned)
+        padded = rows_call([KV_LEN, 0, 9], q_len=KV_LEN, alignment="top_left", **options)
+        assert is_right(padded, run(framework, padded, learned=learned))
+    run(framework, rows_call([KV_LEN, 0, 9], q_len=KV_LEN), learned=learned)  # without a diagonal
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -110,7 +110,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), options
     _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
-    cache_rows.check_values(on_host, k.shape[1], k.shape[0])
+    cache_rows.value_check(q.shape[1], k.shape[1], options)(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
     check_one_place({"q": q, **dict(zip(moved._fields, moved))}, "q")
     return moved, options
@@ -266,7 +266,7 @@ def prepare(request: Request) -> Prepared | None:
     sizes = (*q[0][:2], k[0][1], k[0][0])
     if form_of(rows, sizes, options, plan.arrays_of(tensors), where, names) != "pages":
         return None
-    on_host = q[2].type == "cpu"
+    on_host, check_rows = q[2].type == "cpu", cache_rows.value_check(q[0][1], k[0][1], options)
     paged = None if rows.kv_starts is not None or slopes is not None else _paged(request, call, names)
     keywords = {**named, "window": call.window, "backend": request.requested}
 
@@ -274,7 +274,7 @@ def prepare(request: Request) -> Prepared | None:
         def run(q: Tensor, k: Tensor, v: Tensor, lengths: Any, starts: Any, index: Any, sinks: Any, slopes: Any) -> Any:
             rows = CacheRows(lengths, starts, index)
             if on_host:
-                cache_rows.check_values(rows, k.shape[1], k.shape[0])
+                check_rows(rows, k.shape[1], k.shape[0])
             if paged_run is not None:
                 table, seq_lens, offsets = _pool_tables(q, k, rows)
                 more = () if offsets is None else (offsets, None, None)
