@@ -299,6 +299,25 @@ def test_what_torch_refuses_torch_refuses(arguments: dict[str, Any], device: str
     assert str(found.value) == str(right.value)
 
 
+@pytest.mark.parametrize(
+    ("shape", "grouped", "hint"),
+    [
+        ((2, KV_LEN), True, "a mask of [batch, kv] is mask[:, None, None, :]"),
+        ((2, Q_LEN, KV_LEN), True, "a mask of [batch, q, kv] is mask[:, None]"),
+        ((Q_LEN, KV_LEN), False, "enable_gqa=False with 6 heads of query and 3 of key: pass enable_gqa=True"),
+    ],
+    ids=["keys", "rows", "heads"],
+)
+def test_an_error_of_torch_has_our_hint(
+    shape: tuple[int, ...], grouped: bool, hint: str, patched: None, device: str
+) -> None:
+    mask = torch.ones(shape, dtype=torch.bool, device=device)
+    with pytest.raises(RuntimeError) as found:
+        F.scaled_dot_product_attention(*tensors(device=device), attn_mask=mask, enable_gqa=grouped)
+    (note,) = found.value.__notes__
+    assert note.startswith("in the words of attention(): ") and note.endswith(hint), note
+
+
 @pytest.mark.parametrize("off", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
 def test_torchs_own_switches_are_heeded(patched: None, off: str, device: str) -> None:
     q, k, v = (tensor[:, :3, :, :8].contiguous() for tensor in tensors(device=device))

@@ -201,17 +201,28 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
 
     If no backend can run the call, torch's own function does.
     """
+    refusal = None
     if _is_ours(call):
         try:
             calls.check_heads(call)
             positive = calls.with_positive_scale(call)
             attend = attention_with(attention, positive, _DEFAULTS, None)
             return calls.run_dense(attend, positive, _DEFAULTS)[0]
-        except SpecError:  # torch's own function supports the call or raises its own error
-            pass
+        except SpecError as error:  # torch's own function supports the call or raises its own error
+            refusal = error
         except NoBackendError as error:
             if error.selection.requested:
                 raise
+    if refusal is None or _is_compiling():
+        return _torchs_own(call)
+    try:
+        return _torchs_own(call)
+    except RuntimeError as error:
+        error.add_note(f"in the words of attention(): {refusal}")
+        raise
+
+
+def _torchs_own(call: DispatchCall) -> Tensor:
     return torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
 
 
