@@ -100,6 +100,11 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     # transformers, and torch's layers
     "attention_mask": {"mask": "attention_mask[:, None, None, :] != 0, if it is a padding mask [batch, kv]"},
     "key_padding_mask": {"mask": "~key_padding_mask[:, None, None, :], because True hides there and shows here"},
+    "position_ids": {
+        "q_segment_ids": "(position_ids == 0).cumsum(-1) in int32 if the positions restart at each document, because "
+        "q_positions= alone does not separate documents; leave it out if they never restart",
+        "seq_info": _OFFSETS,
+    },
     "scaling": {"scale": _SAME},
     "sliding_window": {"window": "with causal=True an int means that many keys, self included"},
     "s_aux": {"sinks": _SAME},

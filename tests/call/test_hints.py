@@ -7,8 +7,9 @@ import re
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
-from frameworks import BOTH, Framework
+from frameworks import BOTH, Framework, as_numpy
 
 from attn_core.call.hints import KEYWORDS, meaning
 
@@ -84,3 +85,17 @@ def test_an_int_of_jax_nn_is_not_passed_on_as_a_number_of_keys(framework: Framew
 def test_the_signature_shows_no_catch_all(framework: Framework, function: str) -> None:
     kinds = {each.kind for each in inspect.signature(public(framework, function)).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+@everywhere
+def test_position_ids_lead_to_segment_ids_that_separate_documents(framework: Framework) -> None:
+    assert called(framework, "attention", position_ids=1).startswith(
+        "position_ids: expected q_segment_ids=; (position_ids == 0).cumsum(-1) in int32"
+    )
+    random = np.random.default_rng(0)
+    q, k, v = (framework.array(random.standard_normal((1, 7, 2, 8)), "float32") for _ in range(3))
+    ids = (np.array([[0, 1, 2, 0, 1, 2, 3]]) == 0).cumsum(-1)
+    found = framework.frontend.attention(q, k, v, causal=True, q_segment_ids=framework.array(ids, "int32"))
+    info = framework.frontend.SeqInfo.from_lengths([3, 4])
+    right = framework.frontend.attention(q, k, v, causal=True, seq_info=info)
+    np.testing.assert_allclose(as_numpy(found), as_numpy(right), rtol=0, atol=1e-5)
