@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
-from attn_core.call.hints import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_unknown
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.options import Layout, Options, Window, check_flag, check_layout, check_options, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
@@ -61,7 +61,7 @@ def attention(
     q: Array,
     k: Array,
     v: Array,
-    *,
+    *positional: Never,
     causal: bool = False,
     alignment: str = "bottom_right",
     window: Window = None,
@@ -141,8 +141,8 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
-    if unknown:
-        refuse_keywords(attention, unknown)
+    if unknown or positional:
+        refuse_unknown(attention, unknown, positional)
     check_flag("return_max_logit", return_max_logit)
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":

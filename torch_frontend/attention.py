@@ -9,7 +9,7 @@ import torch
 
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
-from attn_core.call.hints import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_unknown
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.options import Layout, Window, check_layout, is_plain_window
 from attn_core.call.segments import Segments, Visible
@@ -57,7 +57,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: Never,
     causal: bool = False,
     alignment: str = "bottom_right",
     window: Window = None,
@@ -141,8 +141,8 @@ def attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
             ``torch.nn.attention.sdpa_kernel`` around the call allows only torch's kernels that it lists.
     """
-    if unknown:
-        refuse_keywords(attention, unknown)
+    if unknown or positional:
+        refuse_unknown(attention, unknown, positional)
     in_cache = not (kv_lengths is kv_starts is cache_index is None)
     if not (q_segment_ids is kv_segment_ids is q_positions is kv_positions is None):
         tokens = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)

@@ -193,9 +193,10 @@ MASKS: dict[str, Meaning | str] = {
 
 
 def hide_unknown(function: Function) -> Function:
-    """Leaves ``**unknown`` out of a function's signature, for ``help`` and ``inspect.signature``."""
+    """Leaves ``*positional`` and ``**unknown`` out of a signature, for ``help`` and ``inspect.signature``."""
     signature = inspect.signature(function)
-    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    hidden = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [each for each in signature.parameters.values() if each.kind not in hidden]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
 
@@ -248,6 +249,16 @@ def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) ->
     """Raises TypeError for keywords that a function does not have, with our word for each that another library has."""
     ours = [name for name in inspect.signature(function).parameters if name != "self"]
     raise TypeError("\n".join([_sentence(word, function.__name__, ours) for word in unknown]))
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], positional: Sequence[Any]) -> NoReturn:
+    """Raises TypeError for arguments behind q, k and v, where torch's function has its mask; else for keywords."""
+    if positional:
+        raise TypeError(
+            f"{function.__name__}() takes 3 positional arguments but {3 + len(positional)} were given; pass options by "
+            "keyword, a mask as mask= (bool, True = visible)"
+        )
+    refuse_keywords(function, unknown)
 
 
 def meaning(word: str, ours: Sequence[str]) -> str | dict[str, str] | None:

@@ -99,3 +99,15 @@ def test_position_ids_lead_to_segment_ids_that_separate_documents(framework: Fra
     info = framework.frontend.SeqInfo.from_lengths([3, 4])
     right = framework.frontend.attention(q, k, v, causal=True, seq_info=info)
     np.testing.assert_allclose(as_numpy(found), as_numpy(right), rtol=0, atol=1e-5)
+
+
+@everywhere
+def test_a_fourth_positional_argument_is_refused_with_the_keyword_of_a_mask(framework: Framework) -> None:
+    """torch's ``scaled_dot_product_attention`` has its mask there."""
+    message = r"attention\(\) takes 3 positional arguments but 4 were given; pass options by keyword, a mask as mask="
+    for fourth in (None, 1):
+        with pytest.raises(TypeError, match=message):
+            framework.frontend.attention(None, None, None, fourth)
+    signature = inspect.signature(framework.frontend.attention)
+    assert signature.parameters["causal"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert inspect.Parameter.VAR_POSITIONAL not in {each.kind for each in signature.parameters.values()}
