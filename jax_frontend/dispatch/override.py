@@ -14,7 +14,7 @@ _traced_under = jax.make_user_context(default_value=None)  # part of jit's cache
 
 
 @contextmanager
-def use_backend(*names: str) -> Iterator[None]:
+def use_backend(*names: str | tuple[str, ...]) -> Iterator[None]:
     """Runs ``attn_core``'s ``use_backend``; in the block, ``jax.jit`` traces functions again even if it compiled them.
 
     JAX keeps such a context per thread, so the asyncio tasks of one thread would see each other's names. Inside a task
@@ -24,7 +24,7 @@ def use_backend(*names: str) -> Iterator[None]:
     Raises:
         SpecError: for an unknown name, with the close matches.
     """
-    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(names or None):
+    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(override.requested()):
         yield
 
 

@@ -93,13 +93,22 @@ def test_an_unknown_name_is_refused_before_the_block() -> None:
     assert requested() is None
 
 
-@pytest.mark.parametrize("names", [(("flex", "math"),), (["math"],), (None,), (3,)])
-def test_names_must_be_separate_strings(names: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("names", [((),), (("flex", "math"), "math"), (("flex", 3),), (["math"],), (None,), (3,)])
+def test_names_must_be_strings(names: tuple[Any, ...]) -> None:
     with (
-        pytest.raises(SpecError, match=r"^use_backend\(.*\): expected backend names as separate strings"),
+        pytest.raises(SpecError, match=r"^use_backend\(.*\): expected names of backends as strings"),
         use_backend(*names),
     ):
         pytest.fail("the block ran")
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_one_tuple_of_names_is_the_names(framework: Framework) -> None:
+    with framework.frontend.use_backend(("flex", "math")):
+        assert requested() == ("flex", "math")
+        with framework.frontend.use_backend("math"):
+            assert chosen(framework) == "math"
+    assert requested() is None
 
 
 @pytest.mark.usefixtures("torch_first")
