@@ -24,7 +24,8 @@ class SeqInfo:
     Attributes:
         cu_seqlens_q: int32 array of shape ``[documents + 1]``: document ``d`` holds query tokens
             ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed. A torch or JAX array is not copied;
-            a numpy array is, because its owner may write the next batch into it before a backward runs.
+            a numpy array is, because its owner may write the next batch into it before a backward runs. One of int64
+            becomes int32.
         cu_seqlens_k: the same for key/value tokens; the documents pair up by position.
         max_len_q: host int, at least the longest query document (units: tokens).
         max_len_k: host int, at least the longest key document.
@@ -70,10 +71,7 @@ class SeqInfo:
             cu_seqlens = getattr(self, f"cu_seqlens_{side}")
             if isinstance(cu_seqlens, np.ndarray):
                 if cu_seqlens.dtype != np.int32:
-                    raise DTypeError(
-                        f"seq_info.cu_seqlens_{side}: expected dtype int32, got {cu_seqlens.dtype}; "
-                        "convert it with .astype('int32')"
-                    )
+                    cu_seqlens = self._narrow(side, cu_seqlens)
                 check_cu_seqlens(cu_seqlens, getattr(self, f"max_len_{side}"), side=side)
 
     def _copy_numpy(self) -> None:
@@ -86,6 +84,19 @@ class SeqInfo:
             object.__setattr__(self, "cu_seqlens_q", callers_q.copy())
         if isinstance(callers_k, np.ndarray):
             object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q if callers_k is callers_q else callers_k.copy())
+
+    def _narrow(self, side: str, offsets: np.ndarray) -> np.ndarray:
+        """Replaces int64 offsets, of both sides if they share them, by int32 ones, and returns these."""
+        name = f"seq_info.cu_seqlens_{side}"
+        if offsets.dtype != np.int64:
+            raise DTypeError(f"{name}: expected dtype int32, got {offsets.dtype}; convert it with .astype('int32')")
+        narrow = offsets.astype(np.int32)
+        if (wrapped := narrow != offsets).any():
+            raise SpecError(f"{name}: expected offsets of at most {MOST}, the largest int32, got {offsets[wrapped][0]}")
+        for field_name in ("cu_seqlens_q", "cu_seqlens_k"):
+            if getattr(self, field_name) is offsets:
+                object.__setattr__(self, field_name, narrow)
+        return narrow
 
     @classmethod
     def from_lengths(

@@ -359,8 +359,13 @@ PACKED = {
     "float offsets": documents(
         offsets(0, 5, dtype="float32"), DTypeError, "^seq_info.cu_seqlens_q: expected dtype int32, got float32; cast it"
     ),
-    "int64 numpy offsets": documents(
-        lambda f: (None, np.array([0, 5]), 5), DTypeError, r"^seq_info.cu_seqlens_q: .*int32, got int64; .*astype"
+    "int16 numpy offsets": documents(
+        lambda f: (None, np.array([0, 5], np.int16), 5),
+        DTypeError,
+        r"^seq_info.cu_seqlens_q: .*int32, got int16; .*astype",
+    ),
+    "int64 numpy offsets beyond int32": documents(
+        lambda f: (None, np.array([0, 2**32 + 5]), 5), SpecError, "^seq_info.cu_seqlens_q: expected offsets of at most"
     ),
     "2-D offsets": documents(
         lambda f: SeqInfo(*[f.array([[0, 5]], "int32")] * 2, 5, 5),

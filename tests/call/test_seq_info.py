@@ -109,7 +109,8 @@ def test_from_lengths_refuses(lengths: tuple[Any, ...], error: type[Exception], 
 @pytest.mark.parametrize(
     ("cu_seqlens", "error", "says"),
     [
-        (np.array([0, 5]), DTypeError, "^seq_info.cu_seqlens_q: expected dtype int32, got int64; .*astype"),
+        (np.array([0, 5], np.int16), DTypeError, "^seq_info.cu_seqlens_q: expected dtype int32, got int16; .*astype"),
+        (np.array([0, 2**32 + 5]), SpecError, "^seq_info.cu_seqlens_q: expected offsets of at most 2147483647, .*"),
         (np.array([0.0, 5.0]), DTypeError, "got float64"),
         (offsets(1, 5), SpecError, "^seq_info.cu_seqlens_q: expected to start at 0, got 1; prepend"),
         (offsets(-1, 5), SpecError, "expected to start at 0, got -1"),
@@ -230,3 +231,14 @@ def test_a_triple_that_contradicts_itself_is_refused():
         SpecError, match=r"^seq_info: expected seq_lens \[3, 2\], the steps of cu_seqlens, got \[1, 4\]"
     ):
         SeqInfo.coerce(([1, 4], offsets, 4))
+
+
+def test_int64_offsets_of_numpy_become_int32_and_stay_one() -> None:
+    """numpy's ``cumsum`` gives int64. A traced or a torch array keeps its dtype, and is refused by the call."""
+    wide = np.cumsum([0, 2, 3])
+    both = SeqInfo(wide, wide, 3, 3)
+    assert wide.dtype == np.int64 and both.cu_seqlens_q.dtype == np.int32
+    assert both.cu_seqlens_q is both.cu_seqlens_k
+    np.testing.assert_array_equal(both.cu_seqlens_q, [0, 2, 5])
+    other = SeqInfo(offsets(0, 2, 5), wide, 3, 3)
+    assert other.cu_seqlens_k.dtype == np.int32 and other.cu_seqlens_k.tolist() == [0, 2, 5]
