@@ -89,6 +89,7 @@ def test_values_and_gradients_match_the_formula(
     # The host's Gemma 2 passes the number of keys in the place of the number of queries.
     assert torch.equal(slow_attention_softcapping(*given, made, LAYER, BSZ, kv_len), out)
     assert torch.equal(slow_inference_attention_softcapping(*given, made, LAYER, BSZ, kv_len), inference)
+    assert torch.equal(slow_inference_attention_softcapping(*given, made, LAYER, BSZ, q_len=q_len), inference)
 
 
 @pytest.mark.on_gpus(only=lambda form, q_len, window, dtype, **_: ON_GPUS[form] == (q_len, window, dtype))
@@ -176,3 +177,11 @@ def test_arguments_that_do_not_fit_are_named(
 def test_sizes_of_masks_must_be_positive_ints(sizes: tuple[Any, Any]) -> None:
     with pytest.raises(SpecError, match="expected at least 1, as an int"):
         create_flex_attention_sliding_window_mask(*sizes)
+
+
+def test_the_length_has_one_name() -> None:
+    """Older versions of the host call ``kv_len`` of inference ``q_len``."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'q_len'"):
+        slow_inference_attention_softcapping(*[None] * 6, kv_len=5, q_len=5)
+    with pytest.raises(TypeError, match="multiple values for argument 'kv_len'"):
+        slow_inference_attention_softcapping(*[None] * 6, 5, q_len=5)

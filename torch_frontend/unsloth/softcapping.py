@@ -10,7 +10,9 @@ Queries are the last positions of the keys, so decoding and prompt chunks give t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -104,11 +106,24 @@ def slow_attention_softcapping(
     return out.flatten(2)  # [bsz, q_len, n_heads * head_dim]
 
 
+def _also_by_q_len(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Lets callers name ``kv_len`` as older versions of the host do, ``q_len``."""
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Tensor:
+        if "q_len" in keywords and "kv_len" not in keywords:
+            keywords["kv_len"] = keywords.pop("q_len")
+        return function(*arguments, **keywords)
+
+    return call
+
+
+@_also_by_q_len
 @without_gradient
 def slow_inference_attention_softcapping(
     Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, kv_len: int
 ) -> Tensor:
-    """Computes ``slow_attention_softcapping`` without gradients; ``kv_len`` is its ``q_len``."""
+    """Computes ``slow_attention_softcapping`` without gradients; ``kv_len`` is its ``q_len``, and may be named so."""
     return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
 
 
