@@ -123,6 +123,11 @@ def test_an_unknown_layout_is_named(name: str) -> None:
         ((2, 1, 32, 8), (2, 300, 32, 8), False),  # decoding
         ((2, 64, 8, 8), (2, 16, 8, 8), False),  # more queries than keys
         ((1, 4, 200, 8), (1, 4, 200, 8), True),
+        ((1, 8, 129, 64), (1, 8, 129, 64), True),  # heads first
+        # The limit: these may be heads first, or 4, 12 or 8 tokens of a model with many heads.
+        ((2, 4, 16, 32), (2, 4, 16, 32), False),
+        ((2, 12, 100, 64), (2, 12, 100, 64), False),
+        ((1, 8, 128, 64), (1, 8, 128, 64), False),
         ((1, 4096, 256, 8), (1, 4096, 256, 8), False),
     ],
 )
