@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -197,7 +198,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     packed = {"seq_info": lambda: (array(np.array([3, 2], np.int32)), array(np.array([0, 3, 5], np.int32)), 3)}
     ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
     ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
-    ring |= {"sinks": numbers(2), "causal": plain(True)}
+    ring |= {"sinks": numbers(2), "causal": plain(True), "layout": plain("zigzag")}
     packed_rows = {"q": numbers(5, 4, 8), "k": numbers(5, 2, 8), "v": numbers(5, 2, 8), "kv": numbers(5, 2, 2, 8)}
     packed_rows |= {name: ints(0, 3, 5) for name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")}
     packed_rows |= {name: plain(3) for name in ("max_seqlen", "max_seqlen_q", "max_seqlen_k")}
@@ -430,7 +431,8 @@ def _functions_of(name: str, thing: Any, framework: str) -> Iterator[Function]:
     if not isinstance(thing, type):
         yield from _function(name, thing, thing, framework)
         return
-    if issubclass(thing, Exception | Warning) or not thing.__module__.startswith(("attn_core", f"{framework}_front")):
+    own = thing.__module__.startswith(("attn_core", f"{framework}_front"))
+    if not own or issubclass(thing, Exception | Warning | Enum):  # Python looks up the members of an Enum
         return
     if framework == "core" or not thing.__module__.startswith("attn_core"):
         signed, skip = (thing, 0) if type(thing) is type else (thing.__init__, 1)
