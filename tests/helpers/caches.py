@@ -55,6 +55,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends:plain_backend": "frameworks",
     "attn_core.backends:row_maximum_order": "frameworks and kinds of device",
     "attn_core.backends:usual_order": "frameworks and kinds of device",
+    "attn_core.backends.ffpa:entry_points": ONE,
     "attn_core.backends.flash2.backend:_extension": ONE,
     "attn_core.backends.flash2.backend:build": ONE,
     "attn_core.backends.flash3.backend:build": ONE,
