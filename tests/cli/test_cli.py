@@ -75,7 +75,7 @@ def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> 
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none",
             "  xformers        softcap=50.0: xformers has none",
             "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none",
-            "9 others cannot run it on sm90; every reason: --all",
+            "10 others cannot run it on sm90; every reason: --all",
             "(every backend is assumed to be installed)",
         ]
 
@@ -90,7 +90,7 @@ def test_explain_on_a_cpu() -> None:
         "  flex",
         "one change away:",
         "  sdpa_flash  softcap=50.0: the aten CPU flash kernel has none",
-        "18 others cannot run it on cpu; every reason: --all",
+        "19 others cannot run it on cpu; every reason: --all",
         "(every backend is assumed to be installed)",
     ]
 
