@@ -420,7 +420,7 @@ def test_in_jax_only_the_xla_path_has_dropout() -> None:
     [
         ("sdpa_flsh", "^backend='sdpa_flsh': unknown backend; did you mean sdpa_flash"),
         ("Math", "did you mean math"),
-        ("qqq", "expected one of flash2, "),
+        ("qqq", "expected one of ffpa, flash2, "),
         (("math", "flash5"), "^backend='flash5': unknown backend; did you mean"),
     ],
 )
@@ -589,7 +589,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
             "  xformers        softcap=50.0: xformers has none\n"
             "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none\n"
-            "9 others cannot run it on sm90; every reason: selection.text(everything=True)"
+            "10 others cannot run it on sm90; every reason: selection.text(everything=True)"
         )
 
 
