@@ -145,7 +145,7 @@ def _check_whole_rows(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
         raise SpecError(
             f"kv_lengths[{row}]={lengths[row]}: expected {kv_len} or 0 with alignment='bottom_right' and the {kv_len} "
             "queries of q, of which the last one stands at the row's last key; for rows that are padded on the right "
-            "pass alignment='top_left'"
+            "pass alignment='top_left', or pack them as documents"
         )
 
 
