@@ -42,7 +42,7 @@ XLA_SCORE = {False: 60e-6, True: 150e-6}
 They took 20 to 70 for a million scores forward. Calls of few scores took the most, and only they can be the fastest
 this way."""
 
-XLA_SCORE_OF_WIDE = {False: 60e-6, True: 40e-6}
+XLA_SCORE_OF_WIDE = XLA_SCORE | {True: 40e-6}
 """The same for heads wider than WIDTHS. No table was measured with them, and other kernels' gradients are slow: on an
 H200 on 2026-11-30 the training of ``jax_xla`` took 2.5 and 13 ms where ``sdpa_efficient`` took 8.8 and 48."""
 
