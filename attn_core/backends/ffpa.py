@@ -120,8 +120,6 @@ def _backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
 ) -> Gradients:
     tensors = (*_operands(*inputs[:3]), readable(out), readable(dout), lse.contiguous())
-    if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as -inf
-        dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     keywords = {**_offsets(spec, inputs), **lower(spec), "dlse": dlse}
     return Gradients(*entry_points().backward(*tensors, **keywords, dq=dq, dk=dk, dv=dv))
@@ -143,9 +141,8 @@ def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
     import torch
 
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    ends = {length: cu_q.new_full((1,), length) for length in (spec.q_len, spec.kv_len)}
-    queries, keys = ends[spec.q_len], ends[spec.kv_len]
-    return {"cu_seqlens_q": torch.cat([cu_q, queries, queries]), "cu_seqlens_k": torch.cat([cu_k, cu_k[-1:], keys])}
+    last_query, last_key = cu_q.new_full((2,), spec.q_len), cu_k.new_full((1,), spec.kv_len)
+    return {"cu_seqlens_q": torch.cat([cu_q, last_query]), "cu_seqlens_k": torch.cat([cu_k, cu_k[-1:], last_key])}
 
 
 def _width(dim: int) -> int:

@@ -322,8 +322,6 @@ def _forward_by_entry_points(
 def _backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
 ) -> Gradients:
-    if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as NaN
-        dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
     launches = replay.launches_of(spec, BACKWARD_HALF[dlse is None], inputs.q)
     return replay.backward(launches, spec, inputs, out, lse, dout, into, dlse, _backward_by_entry_points)
 

@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
         backward: ``(spec, inputs, out, lse, dout, into) -> Gradients``, exact for any out and lse.
         width: maps a head dimension to the one that the kernel runs it at.
         same_width: False if the kernel's value_dim may differ from head_dim; then v is padded separately from q and k.
-        lse_gradient: whether backward takes a keyword ``dlse``.
+        lse_gradient: whether backward takes a keyword ``dlse``, which is 0 in rows that see no key.
         add_sinks: ``(out, lse, sinks, into) -> (out, lse)`` of its own, which writes into out; into: a buffer for lse.
         sink_gradient: its own ``sink_gradient``. Kernels without these two use the operations below.
     """
@@ -100,7 +100,9 @@ def backward(
 ) -> Gradients:
     """Returns the gradients of any call from the out and lse of ``forward``; ``into`` as in ``Backend.backward``."""
     wide = _widened(kernel, spec)
-    native = {"dlse": dlse} if kernel.lse_gradient and dlse is not None else {}
+    native = {}
+    if kernel.lse_gradient and dlse is not None:  # a row that sees no key has weight 0, and its dlse may be NaN or inf
+        native = {"dlse": dlse.masked_fill(lse == -float("inf"), 0.0)}
     if wide is None:
         wide, gradients = spec, kernel.backward(spec, inputs, out, lse, dout, into, **native)
     else:
