@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
+from reference_calls import attended
 
 from attn_core.errors import ShapeError, SpecError
 from examples.hosts import easydel_attention as easydel
@@ -65,20 +66,21 @@ def seen_by(call, q_len, kv_len):
 
 
 def reference(q, k, v, call):
-    q, k, v = np.float64(q), np.repeat(np.float64(k), 2, 2), np.repeat(np.float64(v), 2, 2)
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * call.get("softmax_scale", DIM**-0.5)
-    if cap := call.get("logits_soft_cap"):
-        scores = cap * np.tanh(scores / cap)
-    if "bias" in call:
-        scores = scores + np.repeat(call["bias"], HEADS // call["bias"].shape[1], 1)
-    weights = np.where(seen_by(call, q.shape[1], k.shape[1]), np.exp(scores), 0)
-    total = weights.sum(-1, keepdims=True)
+    """Returns the attention of float64; several sinks of a head are one, their log-sum-exp."""
+    bias, sinks = call.get("bias"), None
     if "softmax_aux" in call:
         aux = np.asarray(call["softmax_aux"], np.float64)
         of_heads = aux.ndim == 1 and len(aux) in (HEADS, KV_HEADS)
         aux = aux[:, None] if of_heads else np.atleast_2d(aux)
-        total = total + np.exp(np.repeat(aux, HEADS // len(aux), 0)).sum(1)[:, None, None]
-    return np.einsum("bhqk,bkhd->bqhd", weights / np.where(total == 0, 1, total), v)
+        sinks = np.log(np.exp(np.repeat(aux, HEADS // len(aux), 0)).sum(1))
+    return attended(
+        *(q, k, v),
+        mask=seen_by(call, q.shape[1], k.shape[1]),
+        bias=None if bias is None else np.repeat(bias, HEADS // bias.shape[1], 1),
+        sinks=sinks,
+        scale=call.get("softmax_scale"),
+        softcap=call.get("logits_soft_cap"),
+    )
 
 
 NORMAL = np.random.default_rng(5).normal

@@ -15,7 +15,7 @@ from finetrainers_cases import (
     KEEP,
     dispatched,
     judged,
-    reference_call,
+    reference_of,
     tensors,
     with_scale_above_0,
 )
@@ -146,7 +146,7 @@ def test_gradients(word: str, dtype: torch.dtype, name: str) -> None:
     out = dispatched(word, leaves, arguments)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     gradients = torch.autograd.grad(out, leaves, dout)
-    spec, inputs = reference_call(leaves, **fields, dtype=str(dtype).removeprefix("torch."), needs_backward=True)
+    spec, inputs = reference_of(leaves, **fields, dtype=str(dtype).removeprefix("torch."), needs_backward=True)
     rows = [as_numpy(tensor).swapaxes(1, 2) for tensor in (out, dout, *gradients)]  # [batch, len, heads, dim]
     verdict = accuracy.expect(spec, inputs, dout=rows[1]).judge(out=rows[0], gradients=Gradients(*rows[2:]))
     assert verdict.ok, verdict

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
+from reference_calls import attended
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from examples.hosts.keras_attention import dot_product_attention, installed
@@ -26,16 +27,10 @@ def rows(seed=0):
 
 def reference(q, k, v, bias=None, mask=None, scale=None, is_causal=False, attn_logits_soft_cap=None, **rest):
     """Returns the attention of float64, with 0 in rows without keys."""
-    q, k, v = (np.float64(array) for array in (q, np.repeat(k, 2, 2), np.repeat(v, 2, 2)))
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * (DIM**-0.5 if scale is None else scale)
-    cap = attn_logits_soft_cap
-    scores = scores if cap is None else cap * np.tanh(scores / cap)
-    scores = scores if bias is None else scores + bias
-    seen = np.ones(scores.shape, bool) if mask is None else np.broadcast_to(mask, scores.shape) != 0
-    seen = seen & np.tri(Q_LEN, KV_LEN, dtype=bool) if is_causal else seen
-    weights = np.where(seen, np.exp(scores), 0)
-    total = weights.sum(-1, keepdims=True)
-    return np.einsum("bhqk,bkhd->bqhd", weights / np.where(total == 0, 1, total), v)
+    seen = np.tri(Q_LEN, KV_LEN, dtype=bool) if is_causal else np.ones((Q_LEN, KV_LEN), bool)
+    seen = np.broadcast_to(seen if mask is None else seen & (mask != 0), (BATCH, 1, Q_LEN, KV_LEN))
+    bias = None if bias is None else np.broadcast_to(bias, (BATCH, HEADS, Q_LEN, KV_LEN))
+    return attended(q, k, v, mask=seen, bias=bias, scale=scale, softcap=attn_logits_soft_cap)
 
 
 MASK = np.random.default_rng(1).random((BATCH, 1, Q_LEN, KV_LEN)) < 0.5

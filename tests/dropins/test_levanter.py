@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
+from reference_calls import attended
 
 from attn_core.errors import ShapeError, SpecError
 from examples.hosts.levanter_attention import dot_product_attention, dot_product_attention_with_sink
@@ -71,19 +72,20 @@ def ordered(array, names):
     return moved.reshape([SIZES[name] if name in own else 1 for name in names.split()])
 
 
-def reference(query, key, value, seen=True, bias=None, cap=None, scale=8**-0.5, sink=None):
+def reference(query, key, value, seen=True, bias=None, cap=None, scale=None, sink=None):
     """Returns ``[batch, kv_head, group, position, value_size]``."""
-    q = ordered(query, "batch kv_head group position head_size")
-    k = ordered(key, "batch kv_head key_position head_size")
-    v = ordered(value, "batch kv_head key_position value_size")
-    scores = np.einsum("bhgqd,bhkd->bhgqk", q, k) * scale
-    scores = scores if cap is None else cap * np.tanh(scores / cap)
-    scores = scores if bias is None else scores + ordered(bias, "batch kv_head group position key_position")
-    weights = np.where(seen, np.exp(scores), 0)
-    total = weights.sum(-1, keepdims=True)
-    if sink is not None:
-        total = total + np.exp(ordered(sink, "kv_head group"))[:, :, None, None]
-    return np.einsum("bhgqk,bhkd->bhgqd", weights / np.where(total == 0, 1, total), v)
+    rows = (
+        ordered(query, "batch position kv_head group head_size").reshape(2, -1, 6, 8),
+        ordered(key, "batch key_position kv_head head_size"),
+        ordered(value, "batch key_position kv_head value_size"),
+    )
+    table = (2, 2, 3, *(len(array[0]) for array in rows[:2]))  # [batch, kv_head, group, position, key_position]
+    seen = np.broadcast_to(seen, table).reshape(2, 6, *table[3:])
+    if bias is not None:
+        bias = np.broadcast_to(ordered(bias, "batch kv_head group position key_position"), table).reshape(seen.shape)
+    sinks = None if sink is None else ordered(sink, "kv_head group").reshape(-1)
+    out = attended(*rows, mask=seen, bias=bias, sinks=sinks, softcap=cap, scale=scale)
+    return np.moveaxis(out.reshape(*out.shape[:2], 2, 3, -1), 1, 3)
 
 
 def check(out, expected, order):

@@ -4,6 +4,8 @@ reference."""
 from __future__ import annotations
 
 import re
+from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, TORCH, TORCH_ON_GPU, Framework, as_numpy, spied
+from reference_calls import reference_call
 
 from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, Target, explain
 from attn_core.call.tensors import Inputs
@@ -19,7 +22,8 @@ from attn_core.dropins import unsloth as arguments
 
 pytestmark = pytest.mark.words
 
-WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE, arguments.XFORMERS, arguments.SDPA)
+FLASH_WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE)
+WORDS = (*FLASH_WORDS, arguments.XFORMERS, arguments.SDPA)
 BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
 LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one of them across the border
 Arrays = dict[str, np.ndarray]
@@ -51,81 +55,90 @@ def context(framework: Framework, arrays: Arrays, **what: Any) -> Any:
     return framework.frontend.unsloth.AttentionContext(bsz, q_len, arrays["K"].shape[2], heads, head_dim, **what)
 
 
-def run(
+def passed(
     framework: Framework,
     arrays: Arrays,
     word: str = arguments.SDPA,
     bags: Any = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     **what: Any,
-) -> np.ndarray:
-    """The output of one call. numpy arrays in the options and the context become the framework's. dtype: of Q, K and
-    V."""
+) -> dict[str, Any]:
+    """The arguments of one call. numpy arrays in the options and the context become the framework's, and a function
+    there gets the framework. dtype: of Q, K and V, or of each."""
 
     def own(value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return value(framework)
         return framework.array(value) if isinstance(value, np.ndarray) else value
 
     given = {bag: {key: own(value) for key, value in entries.items()} for bag, entries in (bags or {}).items()}
-    out = framework.frontend.run_attention(
-        config=config(framework, word, **given),
-        context=context(framework, arrays, **{name: own(value) for name, value in what.items()}),
-        **{name: framework.array(array, dtype) for name, array in arrays.items()},
-    )
+    dtypes = dtype if isinstance(dtype, dict) else dict.fromkeys(arrays, dtype)
+    return {
+        "config": config(framework, word, **given),
+        "context": context(framework, arrays, **{name: own(value) for name, value in what.items()}),
+        **{name: framework.array(array, dtypes[name]) for name, array in arrays.items()},
+    }
+
+
+def run(framework: Framework, arrays: Arrays, *given: Any, **what: Any) -> np.ndarray:
+    """The output of one call, which ``passed`` describes."""
+    out = framework.frontend.run_attention(**passed(framework, arrays, *given, **what))
     assert tuple(out.shape) == (arrays["Q"].shape[0], arrays["Q"].shape[2], HEADS, arrays["V"].shape[3])
     return as_numpy(out)
 
 
-def reference_call(
-    arrays: Arrays,
-    *,
-    mask: Any = None,
-    bias: Any = None,
-    slopes: Any = None,
-    lengths: Any = None,
-    **fields: Any,
-) -> tuple[AttentionSpec, Inputs]:
-    """A call for the reference; ``lengths`` of documents over the rows laid end to end."""
-    q, k, v = (array.swapaxes(1, 2) for array in arrays.values())  # [bsz, len, heads, head_dim]
-    offsets = None
-    if lengths is not None:
-        q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))
-        offsets = SeqInfo.from_lengths(lengths).cu_seqlens_q
-        fields |= {"documents": len(lengths), "max_len_q": max(lengths), "max_len_k": max(lengths)}
-    batch, q_len, kv_len = (1, len(q), len(k)) if lengths else (len(q), q.shape[1], k.shape[1])
-    spec = AttentionSpec(
-        **{"batch": batch, "q_len": q_len, "kv_len": kv_len, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
-        **{"head_dim": HEAD_DIM, "value_dim": v.shape[-1], "dtype": "float32", "causal": True, **fields},
-        mask_shape=None if mask is None else mask.shape,
-        bias_shape=None if bias is None else bias.shape,
-        alibi_shape=None if slopes is None else slopes.shape,
-    )
-    return spec, Inputs(q, k, v, mask, bias, slopes, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+def reference_of(arrays: Arrays, **call: Any) -> tuple[AttentionSpec, Inputs]:
+    """The reference's call, causal unless ``call`` says otherwise."""
+    return reference_call(*(array.swapaxes(1, 2) for array in arrays.values()), **{"causal": True, **call})
 
 
 def expected(arrays: Arrays, **call: Any) -> np.ndarray:
-    """The reference's output in the host's layout; ``call`` as ``reference_call`` takes it."""
-    out, _ = reference.forward(*reference_call(arrays, **call))
+    """The reference's output in the host's layout."""
+    out, _ = reference.forward(*reference_of(arrays, **call))
     bsz, _, rows, _ = arrays["Q"].shape
     return out.reshape(bsz, rows, HEADS, -1)
-
-
-def expected_with_bound(arrays: Arrays, **call: Any) -> accuracy.Expected:
-    """The reference's output, and the bound for a kernel in bfloat16; ``call`` as ``reference_call`` takes it."""
-    return accuracy.expect(*reference_call(arrays, **call, dtype="bfloat16"))
 
 
 def close(actual: np.ndarray, right: np.ndarray) -> None:
     np.testing.assert_allclose(actual, right, atol=2e-5, rtol=0)
 
 
-def seq_info(framework: Framework, kind: str, lengths: Any = LENGTHS) -> Any:
-    """The documents as a SeqInfo of host or framework arrays, or as the host's triple."""
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    if kind == "host":
-        return SeqInfo.from_lengths(lengths)
-    if kind == "arrays":
-        return SeqInfo.from_lengths(lengths, array=lambda array: framework.array(array))
-    return framework.array(np.array(lengths, np.int32)), framework.array(cu_seqlens), max(lengths)
+def documents(lengths: Any = LENGTHS, kind: str = "arrays") -> Any:
+    """The documents as a SeqInfo of host or framework arrays, or as the host's triple; of a framework to come."""
+
+    def made(framework: Framework) -> Any:
+        if kind == "host":
+            return SeqInfo.from_lengths(lengths)
+        if kind == "arrays":
+            return SeqInfo.from_lengths(lengths, array=framework.array)
+        cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+        return framework.array(np.array(lengths, np.int32)), framework.array(cu_seqlens), max(lengths)
+
+    return made
+
+
+class Starts(NamedTuple):
+    """Stands for xformers' class that holds the offsets of queries or keys."""
+
+    seqstart: Any
+    seqstart_py: list[int]
+    max_seqlen: int
+
+
+def xformers_mask(
+    name: str, lengths: Any, lengths_k: Any = None, window: int | None = None, on_device: bool = False
+) -> Any:
+    """Stands for xformers' mask of that name, of a framework to come; its offsets may be on the device alone."""
+
+    def made(framework: Framework) -> Any:
+        mask = type(name, (), {} if window is None else {"_window_size": window})()
+        for side, sizes in (("q_seqinfo", lengths), ("k_seqinfo", lengths_k or lengths)):
+            starts = np.cumsum([0, *sizes]).astype(np.int32)
+            held = (framework.array(starts), []) if on_device else (None, starts.tolist())
+            setattr(mask, side, Starts(*held, max(sizes)))
+        return mask
+
+    return made
 
 
 both = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
@@ -139,121 +152,177 @@ FULL_MASK = RANDOM.random((BSZ, 1, Q_LEN, KV_LEN)) < 0.6
 FULL_BIAS = np.where(FULL_MASK, RANDOM.normal(size=(BSZ, 1, Q_LEN, KV_LEN)), -np.inf).astype(np.float32)
 
 
-# Options
+class Call(NamedTuple):
+    """A call of the host, and what it means."""
+
+    what: dict[str, Any]
+    """Of the context."""
+    bags: dict[str, dict[str, Any]]
+    """The options."""
+    sizes: dict[str, int]
+    """As ``numbers`` takes them."""
+    fields: dict[str, Any]
+    """As ``reference_call`` takes them."""
+
+    def means(self, **fields: Any) -> Call:
+        return self._replace(fields=fields)
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "keep mask": ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}),
-    "bool keep mask": ({"attention_mask": KEEP != 0}, {"mask": KEEP[:, None, None, :] != 0}),
-    "float keep mask": ({"attention_mask": KEEP.astype(np.float32)}, {"mask": KEEP[:, None, None, :] != 0}),
-    "3-D mask": ({"attention_mask": FULL_MASK[:, 0]}, {"mask": FULL_MASK, "causal": False}),
-    "3-D additive mask": ({"attention_mask": FULL_BIAS[:, 0]}, {"bias": FULL_BIAS, "causal": False}),
-    "4-D mask": ({"attention_mask": FULL_MASK}, {"mask": FULL_MASK, "causal": False}),
-    "4-D mask of one row": ({"attention_mask": FULL_MASK[:, :, :1]}, {"mask": FULL_MASK[:, :, :1], "causal": False}),
-    "4-D additive mask": ({"attention_mask": FULL_BIAS}, {"bias": FULL_BIAS, "causal": False}),
-    "causal_mask": ({"causal_mask": FULL_MASK}, {"mask": FULL_MASK, "causal": False}),
-    "2-D causal_mask": ({"causal_mask": FULL_MASK[0, 0]}, {"mask": FULL_MASK[:1], "causal": False}),
-    "triangle": ({"causal_mask": LowerTriangularMask()}, {}),
-    "triangle and keep mask": (
-        {"causal_mask": LowerTriangularMask(), "attention_mask": KEEP},
-        {"mask": KEEP[:, None, None, :] != 0},
+def call(sizes: dict[str, int] | None = None, **given: Any) -> Call:
+    """A call that means plain causal attention; options have the name of their bag without ``_kwargs``."""
+    bags = {f"{word}_kwargs": given.pop(word) for word in WORDS if word in given}
+    return Call(given, bags, sizes or {}, {})
+
+
+KEPT = {"mask": KEEP[:, None, None, :] != 0}
+SHOWN, ADDED = {"mask": FULL_MASK, "causal": False}, {"bias": FULL_BIAS, "causal": False}
+SLOPES = np.geomspace(0.5, 0.01, HEADS).astype(np.float32)
+SQUARE = {"q_len": 7, "kv_len": 7}
+KEEP_14 = np.random.default_rng(2).random(14) < 0.6
+
+
+def rows_of_14(bsz: int) -> dict[str, int]:
+    return {"q_len": 14 // bsz, "kv_len": 14 // bsz, "bsz": bsz}
+
+
+CALLS: dict[str, Call] = {
+    # the context
+    "plain": call(),
+    "keep mask": call(attention_mask=KEEP).means(**KEPT),
+    "bool keep mask": call(attention_mask=KEEP != 0).means(**KEPT),
+    "float keep mask": call(attention_mask=KEEP.astype(np.float32)).means(**KEPT),
+    "3-D mask": call(attention_mask=FULL_MASK[:, 0]).means(**SHOWN),
+    "3-D additive mask": call(attention_mask=FULL_BIAS[:, 0]).means(**ADDED),
+    "4-D mask": call(attention_mask=FULL_MASK).means(**SHOWN),
+    "4-D mask of one row": call(attention_mask=FULL_MASK[:, :, :1]).means(mask=FULL_MASK[:, :, :1], causal=False),
+    "4-D additive mask": call(attention_mask=FULL_BIAS).means(**ADDED),
+    "causal_mask": call(causal_mask=FULL_MASK).means(**SHOWN),
+    "2-D causal_mask": call(causal_mask=FULL_MASK[0, 0]).means(mask=FULL_MASK[:1], causal=False),
+    "triangle": call(causal_mask=LowerTriangularMask()),
+    "triangle and keep mask": call(causal_mask=LowerTriangularMask(), attention_mask=KEEP).means(**KEPT),
+    "sliding window": call(sliding_window=3).means(window=(2, 0)),
+    "sliding window of one key": call(sliding_window=1).means(window=(0, 0)),
+    "sliding window over all": call(sliding_window=99),
+    "sliding window 0": call(sliding_window=0),
+    "sliding window -1": call(sliding_window=-1),
+    "sliding window and keep mask": call(sliding_window=3, attention_mask=KEEP).means(window=(2, 0), **KEPT),
+    "not causal": call(is_causal=False).means(causal=False),
+    "not causal and keep mask": call(is_causal=False, attention_mask=KEEP).means(causal=False, **KEPT),
+    "not causal and 4-D mask": call(is_causal=False, attention_mask=FULL_MASK).means(**SHOWN),
+    "not causal twice": call(is_causal=False, sdpa={"is_causal": False}).means(causal=False),
+    "training": call(training=True, sliding_window=3).means(window=(2, 0)),
+    # a bool decides whether a layer slides
+    "slides": call(sliding_window=3, causal_mask=True).means(window=(2, 0)),
+    "does not slide": call(sliding_window=3, causal_mask=False),
+    "slides, keep mask": call(sliding_window=3, causal_mask=True, attention_mask=KEEP).means(window=(2, 0), **KEPT),
+    "does not slide, keep mask": call(sliding_window=3, causal_mask=False, attention_mask=KEEP).means(**KEPT),
+    # a complete mask contains the window, as the host builds masks; a window in the options still applies
+    "sliding window and complete mask": call(sliding_window=3, attention_mask=FULL_MASK).means(**SHOWN),
+    "sliding window, complete mask, causal": call(
+        sliding_window=3, attention_mask=FULL_MASK, flash_dense={"causal": True}
+    ).means(mask=FULL_MASK, causal=True),
+    "sliding window, complete mask, causal, window": call(
+        sliding_window=3, attention_mask=FULL_MASK, flash_dense={"causal": True, "window_size": (4, 4)}
+    ).means(mask=FULL_MASK, causal=True, window=(4, 0)),
+    "sliding window, complete mask, not causal": call(
+        sliding_window=3, attention_mask=FULL_MASK, sdpa={"is_causal": False}
+    ).means(**SHOWN),
+    # an option in any of its places
+    "causal=False": call(flash_dense={"causal": False}).means(causal=False),
+    "is_causal=False": call(sdpa={"is_causal": False}).means(causal=False),
+    "scale for flash": call(flash_varlen={"softmax_scale": 0.7}).means(scale=0.7),
+    "scale for sdpa": call(sdpa={"scale": 0.7, "enable_gqa": True}).means(scale=0.7),
+    "scale for xformers": call(xformers={"scale": 0.7}).means(scale=0.7),
+    "softcap for flash": call(flash_dense={"softcap": 1.5}).means(softcap=1.5),
+    "softcap for xformers": call(xformers={"softcap": 1.5}).means(softcap=1.5),
+    "no softcap": call(flash_dense={"softcap": 0.0}),
+    "window": call(flash_varlen={"window_size": (2, 0)}).means(window=(2, 0)),
+    "window in a list": call(flash_varlen={"window_size": [2, -1]}).means(window=(2, None)),
+    **{
+        f"two-sided window for {bag}": call(**{bag: {"window_size": (2, 1), "causal": False}}).means(
+            window=(2, 1), causal=False
+        )
+        for bag in FLASH_WORDS
+    },
+    "no window": call(flash_varlen={"window_size": (-1, -1)}),
+    "slopes": call(flash_dense={"alibi_slopes": SLOPES}).means(slopes=SLOPES),
+    "mask for sdpa": call(sdpa={"attn_mask": FULL_MASK}).means(**SHOWN),
+    "2-D mask for sdpa": call(sdpa={"attn_mask": FULL_MASK[1, 0]}).means(mask=FULL_MASK[1:], causal=False),
+    "2-D bias for sdpa": call(sdpa={"attn_mask": FULL_BIAS[1, 0]}).means(bias=FULL_BIAS[1:], causal=False),
+    "bias for xformers": call(xformers={"attn_bias": FULL_BIAS}).means(**ADDED),
+    "triangle for xformers": call(xformers={"attn_bias": LowerTriangularMask()}),
+    "complete mask and window": call(sdpa={"attn_mask": FULL_MASK}, flash_dense={"window_size": (2, 1)}).means(
+        **SHOWN, window=(2, 1)
     ),
-    "sliding window": ({"sliding_window": 3}, {"window": (2, 0)}),
-    "sliding window of one key": ({"sliding_window": 1}, {"window": (0, 0)}),
-    "sliding window over all": ({"sliding_window": 99}, {}),
-    "sliding window 0": ({"sliding_window": 0}, {}),
-    "sliding window -1": ({"sliding_window": -1}, {}),
-    "sliding window and keep mask": (
-        {"sliding_window": 3, "attention_mask": KEEP},
-        {"window": (2, 0), "mask": KEEP[:, None, None, :] != 0},
+    "complete mask and causal": call(sdpa={"attn_mask": FULL_MASK, "is_causal": True}).means(
+        mask=FULL_MASK, causal=True
     ),
-    "not causal": ({"is_causal": False}, {"causal": False}),
-    "not causal and keep mask": (
-        {"is_causal": False, "attention_mask": KEEP},
-        {"mask": KEEP[:, None, None, :] != 0, "causal": False},
+    "nothing said": call(flash_dense={"softmax_scale": None, "alibi_slopes": None, "dropout_p": 0.0}),
+    "the same twice": call(
+        flash_dense={"causal": True, "softmax_scale": 0.7}, sdpa={"is_causal": True, "scale": 0.7}
+    ).means(scale=0.7),
+    # flash's distances with a sliding window are that many keys
+    **{
+        f"sliding window, distances {pair} for {bag}": call(
+            sliding_window=3, **{bag: {"window_size": pair, "causal": True}}
+        ).means(window=(2, 0))
+        for bag in FLASH_WORDS
+        for pair in ((3, 3), (2, 0), (2, 2), (3, 0), (3, -1))
+    },
+    # new queries are at the end of the keys: decoding, chunked prefill, prefill, and rows before the first key
+    **{
+        f"{q_len} queries, {kv_len} keys, sliding window {window}": call(
+            {"q_len": q_len, "kv_len": kv_len}, sliding_window=window
+        ).means(window=(None, None) if window is None else (window - 1, 0))
+        for q_len, kv_len in ((1, 7), (3, 7), (7, 7), (7, 3))
+        for window in (None, 2)
+    },
+    "values of another head_dim": call({"value_dim": 5}),
+    # documents may continue in the next row
+    **{
+        f"documents as {kind}, {bsz} rows": call(rows_of_14(bsz), seq_info=documents(kind=kind)).means(lengths=LENGTHS)
+        for kind in ("host", "arrays", "triple")
+        for bsz in (1, 2, 7)
+    },
+    **{
+        f"documents, keep mask of {dtype.__name__}, {bsz} rows": call(
+            rows_of_14(bsz), seq_info=documents(), attention_mask=KEEP_14.reshape(bsz, -1).astype(dtype)
+        ).means(lengths=LENGTHS, mask=KEEP_14[None, None, None])
+        for dtype in (np.bool_, np.int64, np.int32)
+        for bsz in (1, 2)
+    },
+    **{
+        f"documents, complete mask {mask.shape}": call(rows_of_14(1), seq_info=documents(), attention_mask=mask).means(
+            lengths=LENGTHS, mask=mask, causal=False
+        )
+        for rows in (1, 14)
+        for heads in (1, HEADS)
+        for mask in [np.random.default_rng(3).random((1, heads, rows, 14)) < 0.6]
+    },
+    "documents and sliding window": call(SQUARE, seq_info=documents(), sliding_window=3).means(
+        lengths=LENGTHS, window=(2, 0)
     ),
-    "not causal and 4-D mask": (
-        {"is_causal": False, "attention_mask": FULL_MASK},
-        {"mask": FULL_MASK, "causal": False},
-    ),
-    "not causal twice": ({"is_causal": False, "bags": {"sdpa_kwargs": {"is_causal": False}}}, {"causal": False}),
-    "training": ({"training": True, "sliding_window": 3}, {"window": (2, 0)}),
-    "sliding window and complete mask": (
-        {"sliding_window": 3, "attention_mask": FULL_MASK},
-        {"mask": FULL_MASK, "causal": False},
-    ),
+    "documents and every option": call(
+        SQUARE,
+        seq_info=documents(kind="triple"),
+        sliding_window=3,
+        flash_varlen={"causal": True, "softcap": 1.5, "softmax_scale": 0.7, "window_size": (3, 3)},
+    ).means(lengths=LENGTHS, softcap=1.5, scale=0.7, window=(2, 0)),
 }
+
+
+@cache
+def truth(name: str) -> np.ndarray:
+    """The reference's output of a call."""
+    return expected(numbers(**CALLS[name].sizes), **CALLS[name].fields)
 
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", CALLS)
 @both
 def test_every_word_means_the_same(framework: Framework, name: str, word: str) -> None:
-    what, fields = CALLS[name]
-    close(run(framework, numbers(), word, **what), expected(numbers(), **fields))
-
-
-SLOPES = np.geomspace(0.5, 0.01, HEADS).astype(np.float32)
-FLASH_BAGS = ("flash_dense_kwargs", "flash_varlen_kwargs")
-BAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "not causal": ({"flash_dense_kwargs": {"causal": False}}, {"causal": False}),
-    "is_causal": ({"sdpa_kwargs": {"is_causal": False}}, {"causal": False}),
-    "scale for flash": ({"flash_varlen_kwargs": {"softmax_scale": 0.7}}, {"scale": 0.7}),
-    "scale for sdpa": ({"sdpa_kwargs": {"scale": 0.7, "enable_gqa": True}}, {"scale": 0.7}),
-    "scale for xformers": ({"xformers_kwargs": {"scale": 0.7}}, {"scale": 0.7}),
-    "softcap for flash": ({"flash_dense_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
-    "softcap for xformers": ({"xformers_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
-    "no softcap": ({"flash_dense_kwargs": {"softcap": 0.0}}, {}),
-    "window": ({"flash_varlen_kwargs": {"window_size": (2, 0)}}, {"window": (2, 0)}),
-    "window in a list": ({"flash_varlen_kwargs": {"window_size": [2, -1]}}, {"window": (2, None)}),
-    "two-sided window": (
-        {"flash_varlen_kwargs": {"window_size": (2, 1), "causal": False}},
-        {"window": (2, 1), "causal": False},
-    ),
-    "no window": ({"flash_varlen_kwargs": {"window_size": (-1, -1)}}, {}),
-    "slopes": ({"flash_dense_kwargs": {"alibi_slopes": SLOPES}}, {"slopes": SLOPES}),
-    "mask for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_MASK}}, {"mask": FULL_MASK, "causal": False}),
-    "2-D mask for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_MASK[1, 0]}}, {"mask": FULL_MASK[1:], "causal": False}),
-    "2-D bias for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_BIAS[1, 0]}}, {"bias": FULL_BIAS[1:], "causal": False}),
-    "bias for xformers": ({"xformers_kwargs": {"attn_bias": FULL_BIAS}}, {"bias": FULL_BIAS, "causal": False}),
-    "triangle for xformers": ({"xformers_kwargs": {"attn_bias": LowerTriangularMask()}}, {}),
-    "complete mask and window": (
-        {"sdpa_kwargs": {"attn_mask": FULL_MASK}, "flash_dense_kwargs": {"window_size": (2, 1)}},
-        {"mask": FULL_MASK, "causal": False, "window": (2, 1)},
-    ),
-    "complete mask and causal": (
-        {"sdpa_kwargs": {"attn_mask": FULL_MASK, "is_causal": True}},
-        {"mask": FULL_MASK, "causal": True},
-    ),
-    "nothing said": ({"flash_dense_kwargs": {"softmax_scale": None, "alibi_slopes": None, "dropout_p": 0.0}}, {}),
-    "the same twice": (
-        {
-            "flash_dense_kwargs": {"causal": True, "softmax_scale": 0.7},
-            "sdpa_kwargs": {"is_causal": True, "scale": 0.7},
-        },
-        {"scale": 0.7},
-    ),
-}
-
-
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize("name", BAGS)
-@both
-def test_an_option_may_be_in_any_of_its_places(framework: Framework, name: str, word: str) -> None:
-    bags, fields = BAGS[name]
-    close(run(framework, numbers(), word, bags), expected(numbers(), **fields))
-
-
-@pytest.mark.parametrize("bag", FLASH_BAGS)
-@pytest.mark.parametrize("pair", [(3, 3), (2, 0), (2, 2), (3, 0), (3, -1)])
-@both
-def test_flash_distances_with_a_sliding_window_are_that_many_keys(framework: Framework, bag: str, pair: Any) -> None:
-    actual = run(framework, numbers(), bags={bag: {"window_size": pair, "causal": True}}, sliding_window=3)
-    close(actual, expected(numbers(), window=(2, 0)))
-
-
-FLASH_WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE)
+    call = CALLS[name]
+    close(run(framework, numbers(**call.sizes), word, call.bags, **call.what), truth(name))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -276,14 +345,14 @@ def test_every_second_layer_of_gemma2_attends_to_all_keys(
         {"flash_dense_kwargs": bags, "flash_varlen_kwargs": {"dropout_p": 0.0, **bags}},
         causal_mask=slides,
         sliding_window=3,
-        seq_info=seq_info(framework, "arrays", lengths) if lengths else None,
+        seq_info=documents(lengths) if lengths else None,
     )
     window = (2, 0) if slides else (None, None)
     close(actual, expected(arrays, window=window, softcap=50.0, scale=0.25, lengths=lengths))
 
 
 @pytest.mark.parametrize("pair", [(-1, -1), (-1, 0)])
-@pytest.mark.parametrize("bag", FLASH_BAGS)
+@pytest.mark.parametrize("bag", FLASH_WORDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("word", WORDS)
 @both
@@ -291,32 +360,10 @@ def test_unbounded_flash_distances_mean_all_keys_if_flash_runs(
     framework: Framework, word: str, masked: bool, bag: str, pair: Any
 ) -> None:
     """The host's flash branches follow their distances, its other branches follow the sliding window."""
-    passed = {"attention_mask": KEEP} if masked else {}  # makes the host choose SDPA
-    actual = run(framework, numbers(), word, {bag: {"window_size": pair}}, sliding_window=3, **passed)
+    what = {"attention_mask": KEEP} if masked else {}  # makes the host choose SDPA
+    actual = run(framework, numbers(), word, {f"{bag}_kwargs": {"window_size": pair}}, sliding_window=3, **what)
     window = (None, None) if word in FLASH_WORDS and not masked else (2, 0)
-    close(actual, expected(numbers(), window=window, mask=KEEP[:, None, None, :] != 0 if masked else None))
-
-
-@pytest.mark.parametrize("slides", [True, False])
-@pytest.mark.parametrize("word", WORDS)
-@both
-def test_a_bool_decides_whether_a_layer_slides(framework: Framework, word: str, slides: bool) -> None:
-    for what, fields in ({}, {}), ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}):
-        actual = run(framework, numbers(), word, causal_mask=slides, sliding_window=3, **what)
-        close(actual, expected(numbers(), window=(2, 0) if slides else (None, None), **fields))
-
-
-@pytest.mark.parametrize("word", WORDS)
-@both
-def test_a_sliding_window_is_not_added_to_a_complete_mask_with_causal(framework: Framework, word: str) -> None:
-    """The mask already contains the window, as the host builds masks. A window in the options still applies."""
-    for bags, fields in (
-        ({"flash_dense_kwargs": {"causal": True}}, {"causal": True}),
-        ({"flash_dense_kwargs": {"causal": True, "window_size": (4, 4)}}, {"causal": True, "window": (4, 0)}),
-        ({"sdpa_kwargs": {"is_causal": False}}, {"causal": False}),
-    ):
-        actual = run(framework, numbers(), word, bags, attention_mask=FULL_MASK, sliding_window=3)
-        close(actual, expected(numbers(), mask=FULL_MASK, **fields))
+    close(actual, expected(numbers(), window=window, **KEPT if masked else {}))
 
 
 def granite(dropout: float) -> dict[str, dict[str, Any]]:
@@ -337,7 +384,7 @@ def test_granites_dropout_comes_from_the_options_of_the_hosts_branch(
     framework: Framework, word: str, packed: bool, masked: bool
 ) -> None:
     arrays = numbers(7, 7)
-    what = {"seq_info": seq_info(framework, "arrays")} if packed else {}
+    what = {"seq_info": documents()} if packed else {}
     what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if masked else {}
     actual = run(framework, arrays, word, granite(0.1), **what)
     kept = expected(arrays, scale=0.5, lengths=LENGTHS if packed else None)
@@ -357,7 +404,7 @@ def test_granites_dropout_comes_from_the_options_of_the_hosts_branch(
 @both
 def test_dropout_of_another_branch_drops_nothing(framework: Framework, kind: str, word: str, bag: str) -> None:
     """The function of the host's branch gets its own bag, and without dropout there it drops nothing."""
-    what: dict[str, Any] = {"seq_info": seq_info(framework, "arrays")} if kind == "packed" else {}
+    what: dict[str, Any] = {"seq_info": documents()} if kind == "packed" else {}
     what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if kind == "masked" else {}
     dense = word == arguments.FLASH_VARLEN and kind != "packed"
     branch = arguments.SDPA if kind == "masked" else arguments.FLASH_DENSE if dense else word
@@ -376,48 +423,14 @@ def test_float32_with_one_half_dtype_is_computed_in_the_half_dtype(
     framework: Framework, letters: str, half: str
 ) -> None:
     """Some of Q, K and V are float32 because adapters returned float32."""
-    arrays = numbers()
-    own = {name: framework.array(array, None if name in letters else half) for name, array in arrays.items()}
-    passed = {"config": config(framework), "context": context(framework, arrays)}
-    out = framework.frontend.run_attention(**passed, **own)
-    assert out.dtype == own["Q"].dtype
-    np.testing.assert_array_equal(as_numpy(out), run(framework, arrays, dtype=half))
-
-
-@both
-def test_float32_with_two_half_dtypes_is_refused(framework: Framework) -> None:
-    arrays = numbers()
-    dtypes = {"Q": "float32", "K": "bfloat16", "V": "float16"}
-    own = {name: framework.array(array, dtypes[name]) for name, array in arrays.items()}
-    with pytest.raises(DTypeError):
-        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **own)
-
-
-@both
-def test_flash_distances_count_around_the_query(framework: Framework) -> None:
-    actual = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})
-    close(actual, expected(numbers(), window=(2, 1), causal=False))
+    mixed = {name: "float32" if name in letters else half for name in "QKV"}
+    given = passed(framework, numbers(), dtype=mixed)
+    out = framework.frontend.run_attention(**given)
+    assert out.dtype == given["Q"].dtype
+    np.testing.assert_array_equal(as_numpy(out), run(framework, numbers(), dtype=half))
 
 
 # xformers' masks
-
-
-class Starts(NamedTuple):
-    """Stands for xformers' class that holds the offsets of queries or keys."""
-
-    seqstart: Any
-    seqstart_py: list[int]
-    max_seqlen: int
-
-
-def xformers_mask(name: str, lengths: Any, lengths_k: Any = None, window: int | None = None, array: Any = None) -> Any:
-    """Stands for xformers' mask of that name; with ``array`` its offsets are only on the device."""
-    mask = type(name, (), {} if window is None else {"_window_size": window})()
-    for side, sizes in (("q_seqinfo", lengths), ("k_seqinfo", lengths_k or lengths)):
-        starts = np.cumsum([0, *sizes]).astype(np.int32)
-        held = Starts(None, starts.tolist(), max(sizes)) if array is None else Starts(array(starts), [], max(sizes))
-        setattr(mask, side, held)
-    return mask
 
 
 BLOCKS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
@@ -444,15 +457,14 @@ def test_blocks_of_an_xformers_mask_are_documents(
     framework: Framework, word: str, name: str, bsz: int, on_device: bool
 ) -> None:
     kind, window, fields = BLOCKS[name]
-    arrays = numbers(14 // bsz, 14 // bsz, bsz=bsz)
-    mask = xformers_mask(kind, LENGTHS, window=window, array=framework.array if on_device else None)
+    arrays = numbers(**rows_of_14(bsz))
+    mask = xformers_mask(kind, LENGTHS, window=window, on_device=on_device)
     right = expected(arrays, lengths=LENGTHS, **fields)
     close(run(framework, arrays, word, causal_mask=mask), right)
     close(run(framework, arrays, word, {"xformers_kwargs": {"attn_bias": mask}}), right)
-    keep = np.random.default_rng(2).random((bsz, 14 // bsz)) < 0.6
     if fields.get("causal", True):
-        actual = run(framework, arrays, word, causal_mask=mask, attention_mask=keep)
-        close(actual, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1), **fields))
+        actual = run(framework, arrays, word, causal_mask=mask, attention_mask=KEEP_14.reshape(bsz, -1))
+        close(actual, expected(arrays, lengths=LENGTHS, mask=KEEP_14[None, None, None], **fields))
 
 
 @both
@@ -463,8 +475,6 @@ def test_new_queries_are_at_the_end_of_the_keys_of_their_block(framework: Framew
     for rows, keys in (slice(0, 2), slice(0, 4)), (slice(2, 5), slice(4, 7)):
         part = {name: array[:, :, rows if name == "Q" else keys] for name, array in arrays.items()}
         close(actual[:, rows], expected(part, window=(1, 0)))
-    with pytest.raises(SpecError, match=r"^context.causal_mask is BlockDiagonalCausalMask: expected as many keys as"):
-        run(framework, arrays, causal_mask=xformers_mask("BlockDiagonalCausalMask", (2, 3), (4, 3)))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -474,83 +484,27 @@ def test_mistral_beyond_its_window(framework: Framework, word: str, packed: bool
     """It passes its window three times: in flash's options, in the context, and in a mask whose blocks are the rows."""
     arrays = numbers(7, 7, bsz=1 if packed else BSZ)
     mask = xformers_mask("BlockDiagonalCausalLocalAttentionMask", [7] * len(arrays["Q"]), window=3)
-    passed = {"causal_mask": mask, "sliding_window": 3}
     lengths = (5, 2) if packed else None
-    passed |= {"seq_info": seq_info(framework, "arrays", lengths)} if packed else {}
+    what = {"sliding_window": 3} | ({"seq_info": documents(lengths)} if packed else {})
     bags = {"flash_dense_kwargs": {"causal": True, "window_size": (3, 3)}}
     bags |= {"flash_varlen_kwargs": {"dropout_p": 0.0, "causal": True, "softmax_scale": None}}
-    close(run(framework, arrays, word, bags, **passed), expected(arrays, window=(2, 0), lengths=lengths))
     rows = type("LowerTriangularFromBottomRightLocalAttentionMask", (), {"_window_size": 3})()
-    passed |= {"causal_mask": rows}
-    close(run(framework, arrays, word, bags, **passed), expected(arrays, window=(2, 0), lengths=lengths))
+    for given in (mask, rows):
+        actual = run(framework, arrays, word, bags, causal_mask=given, **what)
+        close(actual, expected(arrays, window=(2, 0), lengths=lengths))
 
 
 # Packed documents
 
 
-@pytest.mark.parametrize("kind", ["host", "arrays", "triple"])
-@pytest.mark.parametrize(("bsz", "length"), [(1, 14), (2, 7), (7, 2)])
-@both
-def test_documents_may_continue_in_the_next_row(framework: Framework, kind: str, bsz: int, length: int) -> None:
-    arrays = numbers(length, length, bsz=bsz)
-    for word in WORDS:
-        close(run(framework, arrays, word, seq_info=seq_info(framework, kind)), expected(arrays, lengths=LENGTHS))
-
-
 @both
 def test_documents_that_equal_the_rows_run_as_a_batch(framework: Framework) -> None:
     arrays = numbers(7, 7)
-    packed = run(framework, arrays, seq_info=seq_info(framework, "triple", (7, 7)))
+    packed = run(framework, arrays, seq_info=documents((7, 7), "triple"))
     close(packed, run(framework, arrays))
 
 
-@pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.int32])
-@pytest.mark.parametrize("bsz", [1, 2])
-@both
-def test_documents_and_a_keep_mask_apply_together(framework: Framework, bsz: int, dtype: Any) -> None:
-    length = 14 // bsz
-    arrays = numbers(length, length, bsz=bsz)
-    keep = np.random.default_rng(2).random((bsz, length)) < 0.6
-    actual = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=keep.astype(dtype))
-    close(actual, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1)))
-
-
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("rows", [1, 14])
-@both
-def test_documents_and_a_complete_mask_of_one_row(framework: Framework, rows: int, heads: int) -> None:
-    arrays = numbers(14, 14, bsz=1)
-    mask = np.random.default_rng(3).random((1, heads, rows, 14)) < 0.6
-    actual = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=mask)
-    close(actual, expected(arrays, lengths=LENGTHS, mask=mask, causal=False))
-
-
-@both
-def test_documents_with_every_option(framework: Framework) -> None:
-    arrays = numbers(7, 7)
-    bags = {"flash_varlen_kwargs": {"causal": True, "softcap": 1.5, "softmax_scale": 0.7, "window_size": (3, 3)}}
-    actual = run(framework, arrays, bags=bags, seq_info=seq_info(framework, "triple"), sliding_window=3)
-    close(actual, expected(arrays, lengths=LENGTHS, softcap=1.5, scale=0.7, window=(2, 0)))
-
-
 # Sizes
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 7), (3, 7), (7, 7), (7, 3)])
-@pytest.mark.parametrize("window", [None, 2])
-@both
-def test_new_queries_are_at_the_end_of_the_keys(framework: Framework, q_len: int, kv_len: int, window: Any) -> None:
-    """Decoding, chunked prefill, prefill, and rows before the first key, which see nothing."""
-    arrays = numbers(q_len, kv_len)
-    for word in WORDS:
-        actual = run(framework, arrays, word, sliding_window=window)
-        close(actual, expected(arrays, window=(None, None) if window is None else (window - 1, 0)))
-
-
-@both
-def test_values_may_have_another_head_dim(framework: Framework) -> None:
-    arrays = numbers(value_dim=5)
-    close(run(framework, arrays), expected(arrays))
 
 
 @pytest.mark.parametrize(
@@ -563,9 +517,9 @@ def test_calls_without_keys_give_zeros(framework: Framework, arrays: Arrays) -> 
 
 @both
 def test_documents_without_rows(framework: Framework) -> None:
-    empty = seq_info(framework, "arrays", (0, 0))
     keep = np.ones((0, 7), np.int32)
-    assert run(framework, numbers(7, 7, bsz=0), seq_info=empty, attention_mask=keep).shape == (0, 7, HEADS, HEAD_DIM)
+    out = run(framework, numbers(7, 7, bsz=0), seq_info=documents((0, 0)), attention_mask=keep)
+    assert out.shape == (0, 7, HEADS, HEAD_DIM)
 
 
 @both
@@ -580,15 +534,15 @@ def test_rows_without_visible_keys_are_zeros(framework: Framework) -> None:
 
 
 def loss_gradients(framework: Framework, arrays: Arrays, word: str, what: dict[str, Any]) -> Arrays:
-    settings = {"config": config(framework, word), "context": context(framework, arrays, requires_grad=True, **what)}
-    own = {name: framework.array(array) for name, array in arrays.items()}
+    given = passed(framework, arrays, word, requires_grad=True, **what)
+    own = {name: given.pop(name) for name in arrays}
     if framework.name == "torch":
         leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
-        framework.frontend.run_attention(**settings, **leaves).square().sum().backward()
+        framework.frontend.run_attention(**given, **leaves).square().sum().backward()
         return {name: as_numpy(leaf.grad) for name, leaf in leaves.items()}
 
     def loss(own: Any) -> Any:
-        return (framework.frontend.run_attention(**settings, **own) ** 2).sum()
+        return (framework.frontend.run_attention(**given, **own) ** 2).sum()
 
     return {name: as_numpy(gradient) for name, gradient in jax.jit(jax.grad(loss))(own).items()}
 
@@ -597,7 +551,7 @@ def loss_gradients(framework: Framework, arrays: Arrays, word: str, what: dict[s
 @both
 def test_gradients_match_the_reference(framework: Framework, packed: bool) -> None:
     arrays = numbers(7, 7)
-    what = {"seq_info": seq_info(framework, "arrays")} if packed else {"sliding_window": 3}
+    what = {"seq_info": documents()} if packed else {"sliding_window": 3}
     fields: dict[str, Any] = {"lengths": LENGTHS} if packed else {"window": (2, 0)}
     actual = loss_gradients(framework, arrays, arguments.FLASH_VARLEN, what)
     direction = {name: np.random.default_rng(4).normal(size=array.shape) for name, array in arrays.items()}
@@ -615,39 +569,35 @@ def test_gradients_match_the_reference(framework: Framework, packed: bool) -> No
     assert all(np.abs(other[name] - actual[name]).max() <= apart for other in others for name in actual)
 
 
-@pytest.mark.parametrize(
-    "what", [{}, {"sliding_window": 3}, {"attention_mask": KEEP}], ids=["plain", "window", "keep mask"]
-)
+some_calls = pytest.mark.parametrize("name", ["plain", "sliding window", "keep mask"])
+
+
+@some_calls
 @in_jax
-def test_jit_traces_every_array(framework: Framework, what: dict[str, Any]) -> None:
-    arrays = numbers()
+def test_jit_traces_every_array(framework: Framework, name: str) -> None:
+    what = CALLS[name].what
 
     @jax.jit
-    def program(own: Any, given: Any) -> Any:
-        passed = context(framework, arrays, **{**what, **given})
-        return framework.frontend.run_attention(config=config(framework), context=passed, **own)
+    def program(own: Any, masks: Any) -> Any:
+        given = {"config": config(framework), "context": context(framework, numbers(), **{**what, **masks})}
+        return framework.frontend.run_attention(**given, **own)
 
-    own = {name: framework.array(array) for name, array in arrays.items()}
+    own = {name: framework.array(array) for name, array in numbers().items()}
     masks = {name: framework.array(value) for name, value in what.items() if isinstance(value, np.ndarray)}
-    np.testing.assert_array_equal(as_numpy(program(own, masks)), run(framework, arrays, **what))
+    np.testing.assert_array_equal(as_numpy(program(own, masks)), run(framework, numbers(), **what))
 
 
-@pytest.mark.parametrize(
-    "what", [{}, {"sliding_window": 3}, {"attention_mask": KEEP}], ids=["plain", "window", "keep mask"]
-)
+@some_calls
 @in_torch
-def test_both_frameworks_give_the_same_bits(framework: Framework, what: dict[str, Any]) -> None:
+def test_both_frameworks_give_the_same_bits(framework: Framework, name: str) -> None:
     """From the same memory: torch reads views in place, and the last bit of its products depends on strides."""
-    arrays = numbers()
-    seen_by_jax = run(framework.other, arrays, **what)  # XLA lays them out as [bsz, len, heads, head_dim]
-    alike = {
-        name: framework.array(array).transpose(1, 2).contiguous().transpose(1, 2) for name, array in arrays.items()
-    }
-    given = {name: framework.array(value) if isinstance(value, np.ndarray) else value for name, value in what.items()}
-    passed = context(framework, arrays, **given)
-    out = framework.frontend.run_attention(config=config(framework), context=passed, **alike)
+    what = CALLS[name].what
+    seen_by_jax = run(framework.other, numbers(), **what)  # XLA lays them out as [bsz, len, heads, head_dim]
+    given = passed(framework, numbers(), **what)
+    alike = {letter: given[letter].transpose(1, 2).contiguous().transpose(1, 2) for letter in "QKV"}
+    out = framework.frontend.run_attention(**given | alike)
     np.testing.assert_array_equal(as_numpy(out), seen_by_jax)
-    close(run(framework, arrays, **what), seen_by_jax)
+    close(run(framework, numbers(), **what), seen_by_jax)
 
 
 @in_torch
@@ -691,17 +641,8 @@ def test_a_word_is_a_preference_and_use_backend_is_binding(
         assert set(ran) == {"math"}
 
 
-HALF: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
-    # name: (the context, the options, the fields of the spec)
-    "plain": ({}, None, {}),
-    "sliding window": ({"sliding_window": 3}, None, {"window": (2, 0)}),
-    "softcap": ({}, {"flash_dense_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
-    "slopes": ({}, {"flash_dense_kwargs": {"alibi_slopes": SLOPES}}, {"slopes": SLOPES}),
-    "keep mask": ({"attention_mask": KEEP}, None, {"mask": KEEP[:, None, None, :] != 0}),
-    "additive mask": ({"attention_mask": FULL_BIAS}, None, {"bias": FULL_BIAS, "causal": False}),
-    "documents": ({}, None, {"lengths": LENGTHS}),
-    "documents and sliding window": ({"sliding_window": 3}, None, {"lengths": LENGTHS, "window": (2, 0)}),
-}
+HALF = ("plain", "sliding window", "softcap for flash", "slopes", "keep mask", "4-D additive mask")
+HALF += ("documents as arrays, 2 rows", "documents and sliding window")
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -709,13 +650,10 @@ HALF: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 @both
 def test_every_word_means_the_same_in_bfloat16(framework: Framework, name: str, word: str) -> None:
     """On a GPU each word runs its own kernels; every result is within the bound of the dtype."""
-    what, bags, fields = HALF[name]
-    packed = "lengths" in fields
-    arrays = numbers(7, 7) if packed else numbers()
-    arrays = {letter: as_numpy(framework.array(array, "bfloat16")) for letter, array in arrays.items()}
-    passed = dict(what) | ({"seq_info": seq_info(framework, "arrays")} if packed else {})
-    right = expected_with_bound(arrays, **fields)
-    actual = run(framework, arrays, word, bags, dtype="bfloat16", **passed)
+    call = CALLS[name]
+    arrays = {letter: as_numpy(framework.array(array, "bfloat16")) for letter, array in numbers(**call.sizes).items()}
+    right = accuracy.expect(*reference_of(arrays, **call.fields, dtype="bfloat16"))
+    actual = run(framework, arrays, word, call.bags, dtype="bfloat16", **call.what)
     verdict = right.judge(out=actual.reshape(right.truth["out"].shape))
     assert verdict.ok, verdict
 
@@ -771,181 +709,104 @@ def test_preferences_end_with_automatic_choice() -> None:
 # What is refused
 
 
-def bags_of(**entries: Any) -> dict[str, Any]:
-    return {"bags": entries}
-
-
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "unknown word": (
-        {"word": "flash"},
-        SpecError,
-        "^config.backend='flash': expected one of flash_varlen, flash_dense, xformers, sdpa",
-    ),
-    "unknown key": (
-        bags_of(flash_dense_kwargs={"windowsize": 3}),
-        SpecError,
-        r"^config.flash_dense_kwargs\['windowsize'\]: unknown; expected one of causal,",
-    ),
-    "key of another bag": (
-        bags_of(sdpa_kwargs={"softcap": 3.0}),
-        SpecError,
-        r"^config.sdpa_kwargs\['softcap'\]: unknown",
-    ),
-    "contradicting scales": (
-        bags_of(flash_dense_kwargs={"softmax_scale": 0.5}, sdpa_kwargs={"scale": 0.25}),
-        SpecError,
-        r"^config.sdpa_kwargs\['scale'\]=0.25 contradicts config.flash_dense_kwargs\['softmax_scale'\]=0.5; pass",
-    ),
-    "not causal against a bag": (
-        {"is_causal": False, **bags_of(flash_dense_kwargs={"causal": True})},
-        SpecError,
-        r"^context.is_causal=False contradicts config.flash_dense_kwargs\['causal'\]=True; pass causal once",
-    ),
-    "not causal with a window": (
-        {"is_causal": False, "sliding_window": 3},
-        SpecError,
-        "^context.sliding_window=3: expected a causal call",
-    ),
-    "not causal with a triangle": (
-        {"is_causal": False, "causal_mask": LowerTriangularMask()},
-        SpecError,
-        "^context.causal_mask is LowerTriangularMask, causal=True contradicts context.is_causal=False",
-    ),
-    "is_causal as a number": ({"is_causal": 1}, SpecError, "^context.is_causal=1: expected True or False"),
-    "contradicting causal": (
-        bags_of(flash_varlen_kwargs={"causal": True}, sdpa_kwargs={"is_causal": False}),
-        SpecError,
-        "contradicts .*; pass causal once",
-    ),
-    "contradicting softcaps": (
-        bags_of(flash_varlen_kwargs={"softcap": 0.0}, xformers_kwargs={"softcap": 30.0}),
-        SpecError,
-        "contradicts .*; pass softcap once",
-    ),
-    "contradicting masks": (
-        {"attention_mask": KEEP, "causal_mask": FULL_MASK},
-        SpecError,
-        r"^context.causal_mask=\S+ of shape \[2, 1, 5, 7\] contradicts context.attention_mask=\S+ of shape",
-    ),
-    "contradicting triangle": (
-        {"causal_mask": LowerTriangularMask(), **bags_of(flash_dense_kwargs={"causal": False})},
-        SpecError,
-        r"^context.causal_mask is LowerTriangularMask, causal=True contradicts config.flash_dense_kwargs",
-    ),
-    "blocks beside documents": (
-        {
-            "causal_mask": xformers_mask("BlockDiagonalCausalMask", (Q_LEN, KV_LEN)),
-            "seq_info": SeqInfo.from_lengths([Q_LEN] * BSZ, [KV_LEN] * BSZ),
-        },
-        SpecError,
-        "^context.causal_mask is BlockDiagonalCausalMask: expected one block for the whole row, because",
-    ),
-    "blocks with another window": (
-        {"causal_mask": xformers_mask("BlockDiagonalCausalLocalAttentionMask", (3, 7), window=4), "sliding_window": 3},
-        SpecError,
-        "^context.sliding_window=3 contradicts the mask of xformers, whose window is 4",
-    ),
-    "causal blocks": (
-        {
-            "causal_mask": xformers_mask("BlockDiagonalCausalMask", (3, 7)),
-            **bags_of(flash_dense_kwargs={"causal": False}),
-        },
-        SpecError,
-        r"^context.causal_mask is BlockDiagonalCausalMask, causal=True contradicts config.flash_dense_kwargs",
-    ),
-    "another mask of xformers": (
-        {"causal_mask": xformers_mask("BlockDiagonalPaddedKeysMask", (3, 7))},
-        TypeError,
-        "^context.causal_mask: expected a .*BlockDiagonalPaddedKeysMask",
-    ),
-    "contradicting window": (
-        {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (4, 4)})},
-        SpecError,
-        r"^config.flash_dense_kwargs\['window_size'\]=\(4, 4\) contradicts context.sliding_window=3, which is 3 keys",
-    ),
-    "a sliding window without causal": (
-        {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (2, 2), "causal": False})},
-        SpecError,
-        r"^context.sliding_window=3: expected a causal call.*pass window_size=\(left, right\) instead",
-    ),
-    "contradicting windows": (
-        bags_of(flash_dense_kwargs={"window_size": (2, 0)}, flash_varlen_kwargs={"window_size": (3, 0)}),
-        SpecError,
-        "contradicts",
-    ),
-    "window of one number": (
-        bags_of(flash_dense_kwargs={"window_size": 3}),
-        SpecError,
-        r"^config.flash_dense_kwargs\['window_size'\]=3: expected two distances",
-    ),
-    "window of three": (bags_of(flash_dense_kwargs={"window_size": (1, 2, 3)}), SpecError, "expected two distances"),
-    "window of floats": (bags_of(flash_dense_kwargs={"window_size": (1.0, 0)}), SpecError, "expected two distances"),
-    "sliding window of a float": (
-        {"sliding_window": 3.0},
-        SpecError,
-        "^context.sliding_window=3.0: expected the number of keys",
-    ),
-    "sliding window of a bool": ({"sliding_window": True}, SpecError, "^context.sliding_window=True: "),
-    "softcap": (bags_of(flash_dense_kwargs={"softcap": -1.0}), SpecError, "^softcap=-1.0: "),
-    "scale": (bags_of(sdpa_kwargs={"scale": 0.0}), SpecError, "^scale=0.0: "),
-    "dropout": (bags_of(sdpa_kwargs={"dropout_p": 1.5}), SpecError, "^dropout=1.5: "),
-    "int 4-D mask": (
-        {"attention_mask": FULL_MASK.astype(np.int32)},
-        DTypeError,
-        r"^context.attention_mask: expected bool .*got .*int32 of shape \[2, 1, 5, 7\]; .*mask != 0",
-    ),
-    "int 3-D mask": (
-        {"attention_mask": FULL_MASK[:, 0].astype(np.int32)},
-        DTypeError,
-        "^context.attention_mask: expected bool",
-    ),
-    "int attn_mask": (
-        bags_of(sdpa_kwargs={"attn_mask": FULL_MASK[0, 0].astype(np.int32)}),
-        DTypeError,
-        r"^config.sdpa_kwargs\['attn_mask'\]: expected bool",
-    ),
-    "keep mask of queries": (
-        {"attention_mask": np.ones((BSZ, Q_LEN), np.int32)},
-        ShapeError,
-        r"^context.attention_mask: .*\[bsz, kv_len\] = \[2, 7\], got \[2, 5\]",
-    ),
-    "keep mask of one row": ({"attention_mask": KEEP[:1]}, ShapeError, r"got \[1, 7\]"),
-    "mask of one axis": (
-        {"attention_mask": KEEP[0] != 0},
-        ShapeError,
-        r"^context.attention_mask: expected 2, 3 or 4 axes, got \[7\]",
-    ),
-    "mask of five axes": ({"attention_mask": FULL_MASK[None]}, ShapeError, "expected 2, 3 or 4 axes"),
-    "mask of other sizes": (
-        {"attention_mask": FULL_MASK[..., :5]},
-        ShapeError,
-        r"^mask: .* = \[2, 6, 5, 7\], got \[2, 1, 5, 5\]",
-    ),
-    "list as mask": (
-        {"attention_mask": KEEP.tolist()},
-        TypeError,
-        "^context.attention_mask: expected a .*, got builtins.list",
-    ),
-    "xformers' other masks": (
-        {"causal_mask": object()},
-        TypeError,
-        "^context.causal_mask: expected a .*, got builtins.object",
-    ),
-    "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo, got"),
-    "documents that end behind the rows": (
-        {"seq_info": SeqInfo.from_lengths([3, 8], [3, 11])},
-        SpecError,
-        "^seq_info.cu",
-    ),
+REFUSED: dict[type[Exception], dict[str, Call]] = {
+    SpecError: {
+        "^config.backend='flash': expected one of flash_varlen, flash_dense, xformers, sdpa": call(word="flash"),
+        r"^config.flash_dense_kwargs\['windowsize'\]: unknown; expected one of causal,": call(
+            flash_dense={"windowsize": 3}
+        ),
+        r"^config.sdpa_kwargs\['softcap'\]: unknown": call(sdpa={"softcap": 3.0}),
+        r"^config.sdpa_kwargs\['scale'\]=0.25 contradicts config.flash_dense_kwargs\['softmax_scale'\]=0.5; pass": call(
+            flash_dense={"softmax_scale": 0.5}, sdpa={"scale": 0.25}
+        ),
+        r"^context.is_causal=False contradicts config.flash_dense_kwargs\['causal'\]=True; pass causal once": call(
+            is_causal=False, flash_dense={"causal": True}
+        ),
+        "^context.sliding_window=3: expected a causal call": call(is_causal=False, sliding_window=3),
+        "^context.causal_mask is LowerTriangularMask, causal=True contradicts context.is_causal=False": call(
+            is_causal=False, causal_mask=LowerTriangularMask()
+        ),
+        "^context.is_causal=1: expected True or False": call(is_causal=1),
+        "contradicts .*; pass causal once": call(flash_varlen={"causal": True}, sdpa={"is_causal": False}),
+        "contradicts .*; pass softcap once": call(flash_varlen={"softcap": 0.0}, xformers={"softcap": 30.0}),
+        r"^context.causal_mask=\S+ of shape \[2, 1, 5, 7\] contradicts context.attention_mask=\S+ of shape": call(
+            attention_mask=KEEP, causal_mask=FULL_MASK
+        ),
+        r"^context.causal_mask is LowerTriangularMask, causal=True contradicts config.flash_dense_kwargs": call(
+            causal_mask=LowerTriangularMask(), flash_dense={"causal": False}
+        ),
+        "^context.causal_mask is BlockDiagonalCausalMask: expected one block for the whole row, because": call(
+            causal_mask=xformers_mask("BlockDiagonalCausalMask", (Q_LEN, KV_LEN)),
+            seq_info=SeqInfo.from_lengths([Q_LEN] * BSZ, [KV_LEN] * BSZ),
+        ),
+        "^context.sliding_window=3 contradicts the mask of xformers, whose window is 4": call(
+            causal_mask=xformers_mask("BlockDiagonalCausalLocalAttentionMask", (3, 7), window=4), sliding_window=3
+        ),
+        r"^context.causal_mask is BlockDiagonalCausalMask, causal=True contradicts config.flash_dense_kwargs": call(
+            causal_mask=xformers_mask("BlockDiagonalCausalMask", (3, 7)), flash_dense={"causal": False}
+        ),
+        r"^config.flash_dense_kwargs.*=\(4, 4\) contradicts context.sliding_window=3, which is 3 keys": call(
+            sliding_window=3, flash_dense={"window_size": (4, 4)}
+        ),
+        r"^context.sliding_window=3: expected a causal call.*pass window_size=\(left, right\) instead": call(
+            sliding_window=3, flash_dense={"window_size": (2, 2), "causal": False}
+        ),
+        "window_size.* contradicts .*window_size": call(
+            flash_dense={"window_size": (2, 0)}, flash_varlen={"window_size": (3, 0)}
+        ),
+        r"^config.flash_dense_kwargs\['window_size'\]=3: expected two distances": call(flash_dense={"window_size": 3}),
+        r"=\(1, 2, 3\): expected two distances": call(flash_dense={"window_size": (1, 2, 3)}),
+        r"=\(1.0, 0\): expected two distances": call(flash_dense={"window_size": (1.0, 0)}),
+        "^context.sliding_window=3.0: expected the number of keys": call(sliding_window=3.0),
+        "^context.sliding_window=True: ": call(sliding_window=True),
+        "^softcap=-1.0: ": call(flash_dense={"softcap": -1.0}),
+        "^scale=0.0: ": call(sdpa={"scale": 0.0}),
+        "^dropout=1.5: ": call(sdpa={"dropout_p": 1.5}),
+        "^context.causal_mask is BlockDiagonalCausalMask: expected as many keys as": call(
+            causal_mask=xformers_mask("BlockDiagonalCausalMask", (4, 6), (8, 6))
+        ),
+        "^seq_info: expected a SeqInfo, got": call(seq_info=[3, 4]),
+        "^seq_info.cu": call(seq_info=SeqInfo.from_lengths([3, 8], [3, 11])),
+        "invariant='both': expected one of batch, prefix, or None": call(sdpa={"invariant": "both"}),
+        "invariant='prefix': expected no keys behind a query": call(sdpa={"invariant": "prefix", "is_causal": False}),
+    },
+    TypeError: {
+        "^context.causal_mask: expected a .*BlockDiagonalPaddedKeysMask": call(
+            causal_mask=xformers_mask("BlockDiagonalPaddedKeysMask", (3, 7))
+        ),
+        "^context.attention_mask: expected a .*, got builtins.list": call(attention_mask=KEEP.tolist()),
+        "^context.causal_mask: expected a .*, got builtins.object": call(causal_mask=object()),
+    },
+    DTypeError: {
+        r"^context.attention_mask: expected bool .*got .*int32 of shape \[2, 1, 5, 7\]; .*mask != 0": call(
+            attention_mask=FULL_MASK.astype(np.int32)
+        ),
+        "^context.attention_mask: expected bool": call(attention_mask=FULL_MASK[:, 0].astype(np.int32)),
+        r"^config.sdpa_kwargs\['attn_mask'\]: expected bool": call(
+            sdpa={"attn_mask": FULL_MASK[0, 0].astype(np.int32)}
+        ),
+        "^k: expected the dtype of q, got q float32, k bfloat16, v float16": call(
+            dtype={"Q": "float32", "K": "bfloat16", "V": "float16"}
+        ),
+    },
+    ShapeError: {
+        r"^context.attention_mask: .*\[bsz, kv_len\] = \[2, 7\], got \[2, 5\]": call(
+            attention_mask=np.ones((BSZ, Q_LEN), np.int32)
+        ),
+        r"got \[1, 7\]": call(attention_mask=KEEP[:1]),
+        r"^context.attention_mask: expected 2, 3 or 4 axes, got \[7\]": call(attention_mask=KEEP[0] != 0),
+        "expected 2, 3 or 4 axes": call(attention_mask=FULL_MASK[None]),
+        r"^mask: .* = \[2, 6, 5, 7\], got \[2, 1, 5, 5\]": call(attention_mask=FULL_MASK[..., :5]),
+    },
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("error", "says"), [(error, says) for error, calls in REFUSED.items() for says in calls])
 @both
-def test_refused_by_name_before_anything_runs(framework: Framework, name: str) -> None:
-    what, error, says = REFUSED[name]
+def test_refused_by_name_before_anything_runs(framework: Framework, error: type[Exception], says: str) -> None:
+    call = REFUSED[error][says]
     with spied() as ran, pytest.raises(error, match=says) as caught:
-        run(framework, numbers(), **what)
+        run(framework, numbers(), bags=call.bags, **call.what)
     assert type(caught.value) is error
     assert ran == []
 
@@ -966,33 +827,27 @@ SIZES = {
 @both
 def test_sizes_must_match_the_context(framework: Framework, packed: bool, name: str) -> None:
     (which, size), says = SIZES[name]
-    arrays = numbers()
-    own = {letter: framework.array(array) for letter, array in arrays.items()} | {which: framework.zeros(*size)}
-    what = {"seq_info": seq_info(framework, "arrays")} if packed else {}
+    given = passed(framework, numbers(), **{"seq_info": documents()} if packed else {})
     with pytest.raises(ShapeError, match=says):
-        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays, **what), **own)
+        framework.frontend.run_attention(**given | {which: framework.zeros(*size)})
+
+
+@pytest.mark.parametrize("kind", ["arrays", "triple"])
+@both
+def test_one_list_of_lengths_needs_as_many_keys_as_queries(framework: Framework, kind: str) -> None:
+    """With a cache it would describe only the first keys."""
+    with pytest.raises(SpecError, match=r"^seq_info: expected separate lengths for queries and keys.*q_len=5 "):
+        run(framework, numbers(), seq_info=documents((4, 6), kind))
 
 
 @both
-def test_one_list_of_lengths_needs_as_many_keys_as_queries(framework: Framework) -> None:
-    """The host's triple; with a cache it would describe only the first keys."""
-    arrays = numbers()
-    own = {name: framework.array(array) for name, array in arrays.items()}
-    info = SeqInfo.from_lengths([4, 6], array=framework.array)
-    lengths = framework.array(np.array([4, 6], np.int32))
-    for given in ((lengths, info.cu_seqlens_q, 6), info):
-        with pytest.raises(SpecError, match=r"^seq_info: expected separate lengths for queries and keys.*q_len=5 "):
-            what = context(framework, arrays, seq_info=given)
-            framework.frontend.run_attention(config=config(framework), context=what, **own)
-
-
-@both
-def test_groups_must_match_the_heads(framework: Framework) -> None:
-    arrays = numbers()
-    own = {name: framework.array(array) for name, array in arrays.items()}
+def test_groups_and_tensors_must_fit(framework: Framework) -> None:
+    given = passed(framework, numbers())
     wrong = framework.frontend.unsloth.AttentionConfig(arguments.SDPA, KV_HEADS, 3)
     with pytest.raises(ShapeError, match=r"^config.n_groups=3: expected n_heads // n_kv_heads = 6 // 3"):
-        framework.frontend.run_attention(config=wrong, context=context(framework, arrays), **own)
+        framework.frontend.run_attention(**given | {"config": wrong})
+    with pytest.raises(TypeError, match=f"^K: expected a .*; use {re.escape(framework.other.name)}_frontend"):
+        framework.frontend.run_attention(**given | {"K": framework.other.zeros(2, 3, 7, 11)})
 
 
 @both
@@ -1009,27 +864,20 @@ def test_distances_may_be_a_list_or_a_tuple(framework: Framework) -> None:
     np.testing.assert_array_equal(actual, right)
 
 
-@both
-def test_tensors_of_the_other_framework_are_refused(framework: Framework) -> None:
-    arrays = numbers()
-    own = {name: framework.array(array) for name, array in arrays.items()} | {"K": framework.other.zeros(2, 3, 7, 11)}
-    with pytest.raises(TypeError, match=f"^K: expected a .*; use {re.escape(framework.other.name)}_frontend"):
-        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **own)
-
-
 @in_torch
 def test_autocast_computes_in_its_dtype_and_returns_float32(framework: Framework) -> None:
     arrays = numbers()
     half = run(framework, arrays, dtype="bfloat16")
     with torch.autocast(framework.device, torch.bfloat16):
         np.testing.assert_array_equal(run(framework, arrays), half)
-        tensors = {name: framework.array(array).requires_grad_() for name, array in arrays.items()}
-        out = framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **tensors)
+        given = passed(framework, arrays)
+        tensors = [given[name].requires_grad_() for name in arrays]
+        out = framework.frontend.run_attention(**given)
     assert out.dtype == torch.float32
     np.testing.assert_allclose(as_numpy(out), run(framework, arrays), rtol=0.05, atol=0.05)
     assert not np.array_equal(half, run(framework, arrays))
     out.sum().backward()
-    assert {tensor.grad.dtype for tensor in tensors.values()} == {torch.float32}
+    assert {tensor.grad.dtype for tensor in tensors} == {torch.float32}
 
 
 @pytest.mark.parametrize("bag", ["flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs"])
@@ -1053,13 +901,3 @@ def test_a_promise_leaves_the_choice_to_one_backend_for_all_calls(framework: Fra
     for q_len in (9, 150):
         spec = AttentionSpec(**sizes, q_len=q_len, kv_len=150, causal=True, invariant="prefix")
         assert explain(spec, Target(framework.name, "sm90")).backend == "triton_ordered"
-
-
-@both
-def test_a_promise_that_cannot_hold_is_an_error(framework: Framework) -> None:
-    for options, says in (
-        ({"invariant": "both"}, "invariant='both': expected one of batch, prefix, or None"),
-        ({"invariant": "prefix", "is_causal": False}, "invariant='prefix': expected no keys behind a query"),
-    ):
-        with pytest.raises(SpecError, match=says):
-            run(framework, numbers(), bags={"sdpa_kwargs": options})

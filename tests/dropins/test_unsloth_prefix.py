@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import EVERYWHERE, TORCH, Framework, as_numpy, spied
+from reference_calls import reference_call
 
 from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError
 from attn_core.call.tensors import Inputs
@@ -73,14 +74,9 @@ def arrays(tokens: int) -> dict[str, np.ndarray]:
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def reference_call(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tuple[AttentionSpec, Inputs]:
-    mask = visible(groups)[None, None]
-    tokens = mask.shape[-1]
-    spec = AttentionSpec(
-        **{"batch": 1, "q_len": tokens, "kv_len": tokens, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
-        **{"head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "dtype": "float32", "mask_shape": mask.shape, **fields},
-    )
-    return spec, Inputs(*(array.swapaxes(1, 2) for array in given.values()), mask)
+def reference_of(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tuple[AttentionSpec, Inputs]:
+    rows = (array.swapaxes(1, 2) for array in given.values())
+    return reference_call(*rows, mask=visible(groups)[None, None], **fields)
 
 
 def settings(
@@ -125,7 +121,7 @@ BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_suffix_sees_its_prefix_and_itself(framework: Framework, word: str, layout: str, options: str) -> None:
     groups, (bags, fields) = LAYOUTS[layout], BAGS[options]
     given = arrays(len(visible(groups)))
-    right, _ = reference.forward(*reference_call(groups, given, **fields))
+    right, _ = reference.forward(*reference_of(groups, given, **fields))
     actual = run(framework, groups, given, word=word, bags=bags)
     np.testing.assert_allclose(as_numpy(actual), right, atol=2e-5, rtol=0)
 
@@ -135,7 +131,7 @@ def test_gradients_flow_through_both_parts(framework: Framework) -> None:
     groups = LAYOUTS["groups"]
     given = arrays(len(visible(groups)))
     segments = settings(framework, given["Q"].shape[2], labels(groups, framework.array))
-    spec, inputs = reference_call(groups, given, needs_backward=True)
+    spec, inputs = reference_of(groups, given, needs_backward=True)
     out, lse = reference.forward(spec, inputs)
     right = reference.backward(spec, inputs, out, lse, 2 * out, None)
     own = {name: framework.array(array) for name, array in given.items()}
@@ -166,7 +162,7 @@ def test_a_window_is_accepted_only_if_it_hides_nothing(framework: Framework) -> 
 def test_labels_are_read_once_for_each_signature(signature: Any) -> None:
     groups = LAYOUTS["one group"]
     given = arrays(len(visible(groups)))
-    right, _ = reference.forward(*reference_call(groups, given))
+    right, _ = reference.forward(*reference_of(groups, given))
     for _ in range(2):
         segments = labels(groups, signature=signature)
         segments.signature = signature

@@ -9,8 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError
-from attn_core.call.tensors import Gradients, Inputs
+from reference_calls import reference_call
+
+from attn_core import DTypeError, ShapeError, SpecError
+from attn_core.call.tensors import Gradients
 from attn_core.correctness import accuracy
 from torch_frontend.unsloth import (
     HAS_FLEX_ATTENTION,
@@ -107,13 +109,11 @@ def test_other_dtypes_are_within_the_bounds_of_an_honest_kernel(
     out = slow_attention_softcapping(*given, made, LAYER, BSZ, q_len)
     dout = torch.cos(torch.arange(out.numel(), device=device)).view_as(out).to(out.dtype)
     gradients = torch.autograd.grad(out, given, dout)
-    spec = AttentionSpec(
-        **{"batch": BSZ, "q_len": q_len, "kv_len": kv_len, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
-        **{"head_dim": DIM, "value_dim": DIM, "dtype": dtype, "causal": True, "softcap": CAP, "scale": SCALAR**-0.5},
-        **{"window": (None, None) if window is None else (window - 1, 0), "needs_backward": True},
-    )
     in_rows = [array(tensor.transpose(1, 2)) for tensor in (*given, *gradients)]  # [bsz, len, heads, head_dim]
-    expected = accuracy.expect(spec, Inputs(*in_rows[:3]), dout=array(dout).reshape(spec.out_shape))
+    shown = {"causal": True, "window": (None, None) if window is None else (window - 1, 0)}
+    fields = {"dtype": dtype, "softcap": CAP, "scale": SCALAR**-0.5, "needs_backward": True}
+    spec, inputs = reference_call(*in_rows[:3], **shown, **fields)
+    expected = accuracy.expect(spec, inputs, dout=array(dout).reshape(spec.out_shape))
     verdict = expected.judge(out=array(out).reshape(spec.out_shape), gradients=Gradients(*in_rows[3:]))
     assert verdict.ok, verdict
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from frameworks import as_numpy
+from reference_calls import reference_call
 
 from attn_core import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -31,25 +32,15 @@ def tensors(
     return tuple(torch.randn(batch, *shape, generator=random).to(device, dtype) for shape in shapes)
 
 
-def reference_call(
-    qkv: Any, *, mask: Any = None, bias: Any = None, slopes: Any = None, **fields: Any
-) -> tuple[AttentionSpec, Inputs]:
-    """A call for the reference; mask, bias and slopes are arrays, fields those of the spec."""
-    q, k, v = (as_numpy(tensor).swapaxes(1, 2) for tensor in qkv)  # [batch, len, heads, head_dim]
-    mask, bias = (None if given is None else np.asarray(given) for given in (mask, bias))
-    spec = AttentionSpec(
-        **{"batch": len(q), "q_len": q.shape[1], "kv_len": k.shape[1], "num_heads": HEADS, "num_kv_heads": KV_HEADS},
-        **{"head_dim": HEAD_DIM, "value_dim": v.shape[-1], "dtype": "float32", "alignment": "top_left", **fields},
-        mask_shape=None if mask is None else mask.shape,
-        bias_shape=None if bias is None else bias.shape,
-        alibi_shape=None if slopes is None else slopes.shape,
-    )
-    return spec, Inputs(q, k, v, mask, bias, slopes)
+def reference_of(qkv: Any, **call: Any) -> tuple[AttentionSpec, Inputs]:
+    """The reference's call of tensors in the host's layout, aligned at the first key unless ``call`` says otherwise."""
+    rows = (as_numpy(tensor).swapaxes(1, 2) for tensor in qkv)  # [batch, len, heads, head_dim]
+    return reference_call(*rows, **{"alignment": "top_left", **call})
 
 
 def expected(qkv: Any, **call: Any) -> Any:
-    """The reference's (output, log-sum-exp) in the host's layout; ``call`` as ``reference_call`` takes it."""
-    out, lse = reference.forward(*reference_call(qkv, **call))
+    """The reference's (output, log-sum-exp) in the host's layout."""
+    out, lse = reference.forward(*reference_of(qkv, **call))
     return out.swapaxes(1, 2), lse
 
 
@@ -59,7 +50,7 @@ def close(actual: Any, right: Any) -> None:
 
 def judged(out: Any, lse: Any, qkv: Any, **call: Any) -> accuracy.Accuracy:
     """Whether an output in the host's layout, and the log-sum-exp if there is one, are within the dtype's bounds."""
-    spec, inputs = reference_call(qkv, **call, dtype=str(out.dtype).removeprefix("torch."))
+    spec, inputs = reference_of(qkv, **call, dtype=str(out.dtype).removeprefix("torch."))
     own = as_numpy(out).swapaxes(1, 2)  # [batch, q_len, heads, value_dim]
     return accuracy.expect(spec, inputs).judge(out=own, lse=None if lse is None else as_numpy(lse))
 
