@@ -26,6 +26,7 @@ CORE = (
     "tests/call/test_spec.py",
     "tests/selection/test_tables.py",
     "tests/paged/test_page_allocator.py",
+    "tests/paged/test_page_allocator_model.py",
     "tests/paged/test_paged_tables.py",
     "tests/repository/test_missing_packages.py",
     "tests/faults/test_subinterpreters.py",

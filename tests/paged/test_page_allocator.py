@@ -1,4 +1,4 @@
-"""Tests PageAllocator and the steps of a cache: exact refusals, and a state machine over a pool of tokens."""
+"""Tests PageAllocator: exact refusals, tables, and what ``test_page_allocator_model`` does not see of prefixes."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from page_steps import advance
 
-from attn_core import SpecError
-from attn_core.paged.allocation.allocator import UNUSED, Copies, PageAllocator, PoolFullError, PoolReport
+from attn_core import PageAllocator, PoolFullError, SpecError
+from attn_core.paged.allocation.allocator import UNUSED
+from attn_core.paged.step import take_step
+
+PROMPT = [7, 3, 5, 2, 11, 13, 17, 19, 23]
+"""Two full pages of four tokens, and one token."""
 
 
-def holding(**tokens: int) -> PageAllocator:
-    """Eight pages of four tokens, and sequences with the given numbers of tokens."""
-    allocator = PageAllocator(8, 4)
+def holding(pages: int = 8, **tokens: int) -> PageAllocator:
+    """Pages of four tokens, and sequences with the given numbers of tokens."""
+    allocator = PageAllocator(pages, 4)
     for name, count in tokens.items():
         allocator.allocate(name, count)
     return allocator
 
 
+def recorded(pages: int = 6, tokens: Any = PROMPT) -> PageAllocator:
+    """A pool with pages of four tokens, and a sequence "a" whose tokens are recorded."""
+    allocator = PageAllocator(pages, 4)
+    assert allocator.allocate_matching("a", tokens) == 0
+    allocator.extend("a", len(tokens))
+    allocator.record("a", tokens)
+    return allocator
+
+
 def state(allocator: PageAllocator) -> Any:
     """All observable state of an allocator."""
-    names = allocator.sequences
-    return [(name, allocator.length(name), allocator.pages(name)) for name in names], allocator.report()
-
-
-# Single operations
+    sequences = [(name, allocator.length(name), allocator.pages(name)) for name in allocator.sequences]
+    return sequences, allocator.swapped, allocator.report(), allocator.prefix_report(), str(allocator)
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size"])
@@ -40,67 +47,14 @@ def test_sizes_below_1_are_refused(name: str, value: Any) -> None:
         PageAllocator(**{"num_pages": 8, "page_size": 4, name: value})
 
 
-def test_numpy_sizes_are_accepted() -> None:
+def test_numpy_sizes_and_any_hashable_names_are_accepted() -> None:
     allocator = PageAllocator(np.int64(8), np.int32(4))
-    assert (allocator.num_pages, allocator.page_size) == (8, 4)
-    assert type(allocator.num_pages) is int
-
-
-def test_a_sequence_has_as_many_pages_as_its_tokens_need() -> None:
-    allocator = holding(none=0, one=1, full=4, more=5)
-    assert [len(allocator.pages(name)) for name in ("none", "one", "full", "more")] == [0, 1, 1, 2]
-    assert allocator.sequences == ("none", "one", "full", "more")
-    assert "one" in allocator and "two" not in allocator and len(allocator) == 4
-    assert allocator.report() == PoolReport(num_pages=8, free=4, shared=0, tokens=10, waste=6)
-
-
-def test_names_may_be_any_hashable_value() -> None:
-    allocator = PageAllocator(8, 4)
+    assert (allocator.num_pages, allocator.page_size) == (8, 4) and type(allocator.num_pages) is int
     for name in (0, ("user", 3), None, "text"):
         allocator.allocate(name, 1)
-        assert allocator.length(name) == 1
-
-
-def test_extending_takes_a_page_only_if_the_last_one_is_full() -> None:
-    allocator = holding(a=3)
-    first = allocator.pages("a")
-    assert allocator.extend("a") == Copies()
-    assert allocator.pages("a") == first
-    assert allocator.extend("a", 5) == Copies()
-    assert allocator.pages("a")[:1] == first and len(allocator.pages("a")) == 3
-    assert allocator.extend("a", 0) == Copies()
-    assert allocator.length("a") == 9
-
-
-def test_a_fork_shares_pages_and_copies_them_on_write() -> None:
-    allocator = holding(a=6)
-    allocator.fork("a", "b")
-    assert allocator.pages("b") == allocator.pages("a")
-    assert allocator.report() == PoolReport(8, 6, 2, 6, 2)
-    shared = allocator.pages("a")
-    copies = allocator.extend("b")
-    assert copies == Copies((shared[1],), allocator.pages("b")[1:])
-    assert allocator.pages("b")[0] == shared[0] and allocator.pages("b")[1] not in shared
-    assert allocator.extend("a") == Copies(), "the page is its own by now"
-    assert allocator.pages("a") == shared
-
-
-def test_a_fork_of_a_prefix_that_fills_its_pages_is_not_copied() -> None:
-    allocator = holding(a=8)
-    allocator.fork("a", "b", 4)
-    assert allocator.extend("b", 2) == Copies()
-    assert allocator.pages("b")[0] == allocator.pages("a")[0] and len(allocator.pages("b")) == 2
-
-
-def test_a_shorter_fork_that_outlives_its_parent_keeps_no_more_than_its_pages() -> None:
-    allocator = holding(a=11)
-    allocator.fork("a", "b", 5)
-    pages = allocator.pages("a")
-    assert allocator.free("a") == pages[2:]
-    assert allocator.extend("b") == Copies(), "nobody else holds the page"
-    assert allocator.report() == PoolReport(8, 6, 0, 6, 2)
-    assert sorted(allocator.free("b")) == sorted(pages[:2])
-    assert allocator.report() == PoolReport(8, 8, 0, 0, 0)
+        assert allocator.length(name) == 1 and name in allocator
+    assert "two" not in allocator
+    assert advance(allocator, [0], np.int64(2), None)[0].cu_seqlens_q.tolist() == [0, 2]
 
 
 def test_the_page_freed_last_is_reused_first() -> None:
@@ -108,82 +62,6 @@ def test_the_page_freed_last_is_reused_first() -> None:
     (page,) = allocator.free("a")
     allocator.allocate("c", 1)
     assert allocator.pages("c") == (page,)
-
-
-FULL = "free a sequence, or make the pool larger$"
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "a name twice": (lambda a: a.allocate("a"), SpecError, "^name='a': expected a new name, .*; free it first$"),
-    "a fork's name twice": (lambda a: a.fork("a", "b"), SpecError, "^name='b': expected a new name, .*free it first$"),
-    "an unknown parent": (
-        lambda a: a.fork("x", "c"),
-        SpecError,
-        "^name='x': expected the name of a sequence of this allocator",
-    ),
-    "an unknown name": (lambda a: a.extend("x"), SpecError, "^name='x': expected the name of a sequence of"),
-    "a length of nobody": (lambda a: a.length("x"), SpecError, "^name='x': "),
-    "pages of nobody": (lambda a: a.pages("x"), SpecError, "^name='x': "),
-    "freed twice": (lambda a: (a.free("c"), a.free("c")), SpecError, "^name='c': expected the name of a sequence"),
-    "a table of nobody": (lambda a: a.block_table(["a", "x"]), SpecError, "^name='x': "),
-    "lengths of nobody": (lambda a: a.seq_lens(["x"]), SpecError, "^name='x': "),
-    "a fork beyond its parent": (
-        lambda a: a.fork("a", "c", 7),
-        SpecError,
-        "^tokens=7: expected at most the 6 that",
-    ),
-    **{
-        f"{tokens!r} tokens": (
-            lambda a, tokens=tokens: a.extend("a", tokens),
-            SpecError,
-            f"^tokens={tokens!r}: expected at least 0, as an int$",
-        )
-        for tokens in (-1, 1.0, True, None)
-    },
-    "a fork of -1 tokens": (lambda a: a.fork("a", "c", -1), SpecError, "^tokens=-1: expected at least 0, as an int$"),
-    "a narrow table": (
-        lambda a: a.block_table(["a", "b"], 1),
-        SpecError,
-        "^width=1: expected at least the 2 pages of the longest sequence$",
-    ),
-    "an allocation that does not fit": (
-        lambda a: a.allocate("c", 17),
-        PoolFullError,
-        "^'c' needs 5 more pages of 4 tokens, and 4 of the pool's 8 are free; " + FULL,
-    ),
-    "an extension that does not fit": (
-        lambda a: a.extend("a", 19),
-        PoolFullError,
-        "^'a' needs 5 more pages of 4 tokens, and 4 of the pool's 8 are free; " + FULL,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals_change_nothing(name: str) -> None:
-    call, error, says = REFUSED[name]
-    allocator = holding(a=6, b=8)
-    if name == "freed twice":
-        allocator.allocate("c", 3)
-    before = state(allocator)
-    with pytest.raises(error, match=says):
-        call(allocator)
-    if name != "freed twice":
-        assert state(allocator) == before
-    allocator.allocate("later", 16)  # a freed name is free again
-
-
-def test_a_full_pool_raises_a_memory_error() -> None:
-    assert issubclass(PoolFullError, MemoryError)
-
-
-def test_a_copy_counts_as_a_page() -> None:
-    allocator = PageAllocator(2, 4)
-    allocator.allocate("a", 6)
-    allocator.fork("a", "b")
-    before = state(allocator)
-    with pytest.raises(PoolFullError, match=r"^'b' needs 1 more pages of 4 tokens, and 0 of the pool's 2 are free"):
-        allocator.extend("b")
-    assert state(allocator) == before
-    assert allocator.extend("b", 0) == Copies(), "nothing is written, so nothing is copied"
 
 
 def test_tables_of_sequences() -> None:
@@ -198,234 +76,193 @@ def test_tables_of_sequences() -> None:
     assert lengths.dtype == np.int32 and lengths.tolist() == [4, 0, 6]
 
 
-# Steps of several sequences
+# Refusals
 
-
-def test_a_step_of_one_token_each_has_no_offsets() -> None:
-    allocator = holding(a=4, b=2)
-    step, copies = advance(allocator, ["b", "a"], 1, None)
-    assert copies == Copies()
-    assert step.seq_lens.tolist() == [3, 5] and step.cu_seqlens_q is None and step.max_len_q == 1
-    assert step.block_table.tolist() == allocator.block_table(["b", "a"]).tolist()
-    assert set(step.tables) == {"block_table", "seq_lens", "cu_seqlens_q"}
-
-
-def test_a_step_of_several_tokens_has_offsets() -> None:
-    allocator = holding(a=4, b=2, c=0)
-    step, _ = advance(allocator, ["a", "b", "c"], [5, 0, 3], 6)
-    assert step.cu_seqlens_q.tolist() == [0, 5, 5, 8] and step.cu_seqlens_q.dtype == np.int32
-    assert step.seq_lens.tolist() == [9, 2, 3] and step.max_len_q == 5 and step.block_table.shape == (3, 6)
-    step, _ = advance(allocator, ["a"], np.int64(2), None)
-    assert step.cu_seqlens_q.tolist() == [0, 2]
-
-
-def test_all_but_one_of_the_sequences_that_share_a_page_get_a_copy() -> None:
-    allocator = PageAllocator(3, 4)
-    allocator.allocate("a", 3)
-    allocator.fork("a", "b")
-    allocator.fork("a", "c")
-    (page,) = allocator.pages("a")
-    assert allocator.needed({"a": 1, "b": 1, "c": 1}) == 2
-    _, copies = advance(allocator, ["a", "b", "c"], 1, None)
-    assert copies.source == (page, page) and len({*copies.target, page}) == 3
-    assert allocator.report() == PoolReport(3, 0, 0, 12, 0)
-
-
-@pytest.mark.parametrize(
-    ("names", "new", "width", "error", "says"),
-    [
-        ({"a"}, 1, None, SpecError, r"^names=\{.*\}: expected a list of names, in .* order .*, got builtins.set$"),
-        ({"a": 1, "b": 2}, 1, None, SpecError, r"^names=\{.*\}: expected a list of names, .*, got builtins.dict$"),
-        (
-            ["a", "b"],
-            {1, 2},
-            None,
-            SpecError,
-            r"^new=\{1, 2\}: expected a number of tokens, or a list of one for each, got builtins.set$",
-        ),
-        (["a", "b"], [1], None, SpecError, r"^names, new: expected a count for each of 2 sequences, .*, got \[1\]$"),
-        (["a", "a"], 1, None, SpecError, "each named once"),
-        (["a", "x"], 1, None, SpecError, "^name='x': "),
-        (["a", "b"], [1, -1], None, SpecError, "^tokens=-1: "),
-        (["b", "a"], [4, 17], None, PoolFullError, "^names: this step needs 5 more pages of 4 tokens, but only 4"),
-        (["b", "a"], [1, 3], 2, SpecError, "^width=2: expected at least the 3 pages of the longest sequence$"),
-    ],
+NOBODY, OUT = (
+    "^name='x': expected the name of a sequence of this allocator",
+    "^name='out': expected a sequence in the pool",
 )
-def test_refused_steps_change_nothing(names: Any, new: Any, width: Any, error: Any, says: str) -> None:
-    allocator = holding(a=6, b=8)
+FULL = "6 of the pool's 12 are free; free a sequence, or make the pool larger$"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a name twice": (lambda a: a.allocate("a"), "^name='a': expected a new name, .*; free it first$"),
+    "a fork's name twice": (lambda a: a.fork("a", "b"), "^name='b': expected a new name, .*free it first$"),
+    "a prompt's name twice": (lambda a: a.allocate_matching("a", [1]), "^name='a': expected a new name"),
+    "the name of a swapped sequence": (lambda a: a.allocate("out"), "^name='out': expected a new name"),
+    **{
+        f"{what} of nobody": (call, NOBODY)
+        for what, call in {
+            "a fork": lambda a: a.fork("x", "c"),
+            "an extension": lambda a: a.extend("x"),
+            "the length": lambda a: a.length("x"),
+            "pages": lambda a: a.pages("x"),
+            "freed pages": lambda a: a.free("x"),
+            "a table": lambda a: a.block_table(["a", "x"]),
+            "lengths": lambda a: a.seq_lens(["x"]),
+            "a record": lambda a: a.record("x", [1]),
+            "recorded tokens": lambda a: a.recorded("x"),
+            "a swap": lambda a: a.swap_out("x"),
+        }.items()
+    },
+    **{
+        f"{what} of a swapped sequence": (call, f"{OUT}, but this one is swapped out; swap it in first$")
+        for what, call in {
+            "an extension": lambda a: a.extend("out"),
+            "a fork": lambda a: a.fork("out", "new"),
+            "a record": lambda a: a.record("out", [1]),
+            "a table": lambda a: a.block_table(["out"]),
+            "a step": lambda a: advance(a, ["a", "out"], 1, None),
+        }.items()
+    },
+    **{
+        f"{tokens!r} tokens": (
+            lambda a, n=tokens: a.extend("a", n),
+            f"^tokens={tokens!r}: expected at least 0, as an int$",
+        )
+        for tokens in (-1, 1.0, True, None)
+    },
+    "a fork of -1 tokens": (lambda a: a.fork("a", "c", -1), "^tokens=-1: expected at least 0, as an int$"),
+    "a fork beyond its parent": (lambda a: a.fork("a", "c", 10), "^tokens=10: expected at most the 9 that"),
+    "a narrow table": (
+        lambda a: a.block_table(["a", "b"], 1),
+        "^width=1: expected at least the 3 pages of the longest sequence$",
+    ),
+    "an allocation that does not fit": (
+        lambda a: a.allocate("c", 25),
+        "^'c' needs 7 more pages of 4 tokens, and " + FULL,
+    ),
+    "an extension that does not fit": (lambda a: a.extend("a", 28), "^'a' needs 7 more pages of 4 tokens, and " + FULL),
+    "a copy that does not fit": (lambda a: a.extend("twin", 25), "^'twin' needs 7 more pages of 4 tokens, and " + FULL),
+    "a salt of a prompt": (lambda a: a.allocate_matching("c", [1], salt=[]), r"^salt=\[\]: expected a hashable value"),
+    "a salt": (lambda a: a.match([1], salt=[]), r"^salt=\[\]: expected a hashable value"),
+    "a long record": (
+        lambda a: a.record("a", [*PROMPT, 1]),
+        "^tokens: expected at most the 9 that 'a' has, got 10$",
+    ),
+    "another record of a shared page": (
+        lambda a: a.record("twin", [1, 2, 3, 4]),
+        r"^tokens=\(1, 2, 3, 4\): expected the tokens that are recorded for",
+    ),
+    "a swap in of one that is there": (
+        lambda a: a.swap_in("a"),
+        "^name='a': expected the name of a sequence that is swapped out$",
+    ),
+    "a swap of a shared page": (
+        lambda a: a.swap_out("twin"),
+        "^name='twin': expected a sequence that shares no page, but 1 of its 1 pages",
+    ),
+    "a second swap": (lambda a: a.swap_out("out"), f"{OUT}, but this one is swapped out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_change_nothing(name: str) -> None:
+    call, says = REFUSED[name]
+    allocator = recorded(pages=12)
+    for sequence, tokens in (("b", 8), ("parent", 4), ("out", 4)):
+        allocator.allocate(sequence, tokens)
+    allocator.fork("parent", "twin")
+    allocator.record("parent", [9, 9, 9, 9])
+    allocator.swap_out("out")
     before = state(allocator)
-    with pytest.raises(error, match=says):
-        advance(allocator, names, new, width)
+    with pytest.raises(PoolFullError if says.endswith(FULL) else SpecError, match=says):
+        call(allocator)
     assert state(allocator) == before
 
 
-# Any order of operations
-
-FREED = -1
-"""The content of a page that nobody holds."""
+def test_a_full_pool_raises_a_memory_error() -> None:
+    assert issubclass(PoolFullError, MemoryError)
 
 
-class Pool(RuleBasedStateMachine):
-    """An allocator, a pool of token ids that is written and copied as the allocator says, and lists of the expected
-    ids.
-
-    Every token has its own id. A leaked page, a page with two owners of whom one writes, or a missing copy shows as a
-    wrong id. A free page holds no id.
-    """
-
-    names = Bundle("names")
-
-    @initialize(num_pages=st.integers(1, 12), page_size=st.sampled_from([1, 2, 3, 4]))
-    def start(self, num_pages: int, page_size: int) -> None:
-        self.allocator = PageAllocator(num_pages, page_size)
-        self.pool = np.full((num_pages, page_size), FREED)
-        self.tokens: dict[int, list[int]] = {}
-        self.started = self.written = 0
-
-    def write(self, name: int, count: int) -> None:
-        """Writes new tokens at the end of a sequence, in the places that its pages name."""
-        ids = list(range(self.written, self.written + count))
-        self.written += count
-        pages, length = self.allocator.pages(name), len(self.tokens[name])
-        for position, token in enumerate(ids, start=length):
-            page, offset = divmod(position, self.allocator.page_size)
-            self.pool[pages[page], offset] = token
-        self.tokens[name] += ids
-
-    def copy(self, copies: Copies) -> None:
-        assert not set(copies.target) & set(copies.source)
-        assert len(set(copies.target)) == len(copies.target)
-        self.pool[list(copies.target)] = self.pool[list(copies.source)]
-
-    def free_pages(self) -> int:
-        held = {page for name in self.tokens for page in self.allocator.pages(name)}
-        return self.allocator.num_pages - len(held)
-
-    def in_last_page(self, name: int) -> int:
-        return len(self.tokens[name]) % self.allocator.page_size
-
-    def pages_needed(self, counts: dict[int, int]) -> int:
-        """The free pages that a step takes, counted sequence by sequence."""
-        holders: dict[int, int] = {}
-        for name in self.tokens:
-            for page in self.allocator.pages(name):
-                holders[page] = holders.get(page, 0) + 1
-        pages_needed = 0
-        for name, count in counts.items():
-            pages = self.allocator.pages(name)
-            pages_needed += -(-(len(self.tokens[name]) + count) // self.allocator.page_size) - len(pages)
-            if count and self.in_last_page(name) and holders[pages[-1]] > 1:
-                holders[pages[-1]] -= 1
-                pages_needed += 1
-        return pages_needed
-
-    @rule(target=names, tokens=st.integers(0, 9))
-    def allocate(self, tokens: int) -> Any:
-        name = self.started
-        self.started += 1
-        before = state(self.allocator)
-        if -(-tokens // self.allocator.page_size) > self.free_pages():
-            with pytest.raises(PoolFullError):
-                self.allocator.allocate(name, tokens)
-            assert state(self.allocator) == before
-            return multiple()
-        self.allocator.allocate(name, tokens)
-        assert (self.pool[list(self.allocator.pages(name))] == FREED).all(), "a page that somebody holds"
-        self.tokens[name] = []
-        self.write(name, tokens)
-        return name
-
-    @rule(target=names, parent=names, part=st.floats(0, 1))
-    def fork(self, parent: int, part: float) -> int:
-        name = self.started
-        self.started += 1
-        count = round(part * len(self.tokens[parent]))
-        self.allocator.fork(parent, name, None if part == 1 else count)
-        self.tokens[name] = self.tokens[parent][:count]
-        return name
-
-    @rule(name=names, tokens=st.integers(0, 7))
-    def extend(self, name: int, tokens: int) -> None:
-        before, fits = state(self.allocator), self.pages_needed({name: tokens}) <= self.free_pages()
-        assert (self.allocator.needed({name: tokens}) <= self.free_pages()) is fits
-        if not fits:
-            with pytest.raises(PoolFullError):
-                self.allocator.extend(name, tokens)
-            assert state(self.allocator) == before
-            return
-        self.copy(self.allocator.extend(name, tokens))
-        self.write(name, tokens)
-
-    @rule(data=st.data(), one_each=st.booleans(), more_columns=st.integers(0, 2))
-    def step(self, data: Any, one_each: bool, more_columns: int) -> None:
-        """One step of several sequences in any order, as a cache does it."""
-        named = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True) if self.tokens else st.just([]))
-        counts = [1 if one_each else data.draw(st.integers(0, 5)) for _ in named]
-        pages_needed = self.pages_needed(dict(zip(named, counts)))
-        assert self.allocator.needed(dict(zip(named, counts))) == pages_needed
-        after = [len(self.tokens[name]) + count for name, count in zip(named, counts)]
-        width = -(-max(after, default=0) // self.allocator.page_size)
-        width, before = width + more_columns, state(self.allocator)
-        if pages_needed > self.free_pages():
-            with pytest.raises(PoolFullError):
-                advance(self.allocator, named, counts, width)
-            assert state(self.allocator) == before
-            return
-        made, copies = advance(self.allocator, named, 1 if one_each else counts, width)
-        self.copy(copies)
-        for name, count in zip(named, counts):
-            self.write(name, count)
-        assert made.block_table.shape == (len(named), width)
-        assert made.seq_lens.tolist() == [len(self.tokens[name]) for name in named]
-        for row, name in zip(made.block_table.tolist(), named):
-            pages = list(self.allocator.pages(name))
-            assert row == pages + [UNUSED] * (width - len(pages))
-        offsets = list(range(len(named) + 1)) if made.cu_seqlens_q is None else made.cu_seqlens_q.tolist()
-        assert np.diff(offsets).tolist() == counts and offsets[0] == 0
-        assert made.max_len_q == max(counts, default=0)
-
-    @rule(name=consumes(names))
-    def free(self, name: int) -> None:
-        held = set(self.allocator.pages(name))
-        del self.tokens[name]
-        others = {page for other in self.tokens for page in self.allocator.pages(other)}
-        freed = self.allocator.free(name)
-        assert sorted(freed) == sorted(held - others)
-        self.pool[list(freed)] = FREED
-
-    @invariant()
-    def every_token_is_in_its_place(self) -> None:
-        for name, ids in self.tokens.items():
-            pages = self.allocator.pages(name)
-            assert len(pages) == -(-len(ids) // self.allocator.page_size) and self.allocator.length(name) == len(ids)
-            assert self.pool[list(pages)].ravel()[: len(ids)].tolist() == ids, name
-
-    @invariant()
-    def the_report_is_correct(self) -> None:
-        actual, page_size = self.allocator.report(), self.allocator.page_size
-        pages = [page for name in self.tokens for page in self.allocator.pages(name)]
-        held = set(pages)
-        filled = {
-            (page, offset)
-            for name, ids in self.tokens.items()
-            for at, page in enumerate(self.allocator.pages(name))
-            for offset in range(min(page_size, len(ids) - at * page_size))
-        }
-        shared = sum(pages.count(page) > 1 for page in held)
-        waste = len(held) * page_size - len(filled)
-        free = self.allocator.num_pages - len(held)
-        assert actual == PoolReport(self.allocator.num_pages, free, shared, len(filled), waste)
-        assert actual.waste <= (page_size - 1) * len(self.tokens), "less than a page for each sequence"
-        assert actual.free + len(held) == actual.num_pages
-
-    def teardown(self) -> None:
-        if hasattr(self, "allocator"):  # a run may stop before it starts
-            for name in list(self.tokens):
-                self.free(name)
-            assert self.allocator.report() == PoolReport(self.allocator.num_pages, self.allocator.num_pages, 0, 0, 0)
-            assert len(self.allocator) == 0
-            self.allocator.allocate("all", self.allocator.num_pages * self.allocator.page_size)
+NO_LIST = "expected a list of token ids, or a numpy array of an integer dtype with one axis; a tensor has tolist()"
 
 
-TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40)
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([7, 3, "5", 2], "tokens[2]='5': expected the id of a token, an int"),
+        ([True, 3, 5, 2], "tokens[0]=True: expected the id of a token, an int"),
+        ([7, 3.0, 5, 2], "tokens[1]=3.0: expected the id of a token, an int"),
+        ([7, 3, 5, 2, True], "tokens[4]=True: expected the id of a token, an int"),
+        ([7, 0.5], "tokens[1]=0.5: expected the id of a token, an int"),  # no full page
+        ("text", f"tokens='text': {NO_LIST}"),
+        (b"text", f"tokens=b'text': {NO_LIST}"),
+        (7, f"tokens=7: {NO_LIST}"),
+        (None, f"tokens=None: {NO_LIST}"),
+        (np.ones(4), f": {NO_LIST}"),
+        (np.ones((2, 4), int), f": {NO_LIST}"),
+        ("a tensor", f": {NO_LIST}"),
+    ],
+)
+def test_tokens_that_are_no_ints_are_refused(tokens: Any, says: str) -> None:
+    if isinstance(tokens, str) and tokens == "a tensor":
+        tokens = pytest.importorskip("torch").arange(4)
+    allocator = recorded()
+    allocator.allocate("b", 5)
+    before = state(allocator)
+    calls: tuple[Any, ...] = (
+        allocator.match,
+        lambda tokens: allocator.allocate_matching("c", [*tokens, 1] if isinstance(tokens, list) else tokens),
+        lambda tokens: allocator.record("b", tokens),
+    )
+    for call in calls:
+        with pytest.raises(SpecError, match=re.escape(says) + "$"):
+            call(tokens)
+    assert state(allocator) == before
+
+
+# Found prefixes
+
+
+def test_reports_of_pages_that_are_found_and_of_those_that_are_cached() -> None:
+    allocator = recorded(pages=4)
+    assert allocator.prefix_report().hit_rate == 0
+    assert allocator.allocate_matching("b", PROMPT) == 8
+    assert allocator.prefix_report().hit_rate == 0.5
+    allocator.free("b")
+    allocator.free("a")
+    assert str(allocator).count("|####| cached") == 2 and str(allocator).count("|....| free") == 2
+
+
+def test_only_the_new_part_of_a_record_is_read() -> None:
+    allocator = recorded(pages=8)
+    allocator.extend("a", 7)
+    allocator.record("a", [None] * 8 + [1] * 8)
+    assert allocator.recorded("a") == (*PROMPT[:8], *[1] * 8)
+    allocator.record("a", [])  # nothing is forgotten
+    assert allocator.match([*PROMPT[:8], *[1] * 8]).tokens == 16
+
+
+def test_a_sequence_of_many_pages_can_be_shown() -> None:
+    """Its record has the chain of its pages, each of which has the one before it."""
+    allocator = PageAllocator(num_pages=2000, page_size=1)
+    allocator.allocate("a", 2000)
+    allocator.record("a", range(2000))
+    assert "Chain" in repr(allocator._held)
+
+
+def test_a_step_that_fails_forgets_what_it_evicted() -> None:
+    """The copy may have written to those pages. What it would have evicted later is still found."""
+    allocator = recorded(pages=4, tokens=PROMPT[:8])
+    allocator.free("a")
+    allocator.allocate("b", 3)
+    allocator.fork("b", "c")
+    allocator.extend("c", 1)  # takes the last page without content, for a copy
+    allocator.fork("b", "d")
+
+    def fail(_: Any) -> None:
+        raise MemoryError("planted")
+
+    free = [*allocator._free]
+    with pytest.raises(MemoryError, match="planted"):
+        take_step(allocator, ["d"], 1, None, fail, lambda table: table)
+    assert allocator.length("d") == 3 and [*allocator._free] == free
+    assert allocator.match(PROMPT).tokens == 4
+    step = take_step(allocator, ["d"], 1, None, lambda _: None, lambda table: table)
+    assert step.block_table.tolist() == [free[:1]]
+
+
+def test_numpy_arrays_are_tokens() -> None:
+    allocator = recorded(tokens=np.array(PROMPT, np.uint32))
+    assert allocator.match(np.array(PROMPT)).tokens == 8 == allocator.match([np.int32(each) for each in PROMPT]).tokens
+    assert all(type(token) is int for token in allocator.recorded("a"))
+    assert allocator.match(range(7, 8)).tokens == 0

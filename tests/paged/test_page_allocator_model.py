@@ -1,7 +1,6 @@
 """Tests PageAllocator against a small model over 50 000 random operations, with every invariant after every operation.
 
-``test_page_allocator`` has a state machine that shrinks; this driver is plain, so that it gets far: long-lived pools,
-chains of forks, and thousands of refusals.
+The driver is plain, so that it gets far: long-lived pools, chains of forks, and thousands of refusals.
 """
 
 from __future__ import annotations
@@ -10,24 +9,22 @@ from collections import Counter
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from page_steps import advance
 
 from attn_core import SpecError
 from attn_core.paged.allocation import allocator
 from attn_core.paged.allocation.allocator import (
+    UNUSED,
     Chain,
     Growth,
     PageAllocator,
     PageContents,
     PoolFullError,
+    PoolReport,
     pages_of_tokens,
 )
-
-STEPS = 50_000
-NEW_POOL = 2_000
-"""Operations on one pool. Pools of several sizes are full often, seldom and never."""
-
 
 TOKENS = (0, 1, 2**61 - 1)
 """The first and the last have one hash, so pages of them collide."""
@@ -62,6 +59,7 @@ class Model:
         self.recorded: dict[int, int] = {}  # by sequence, its full pages that are recorded
         self.idle: list[int] = []
         self.swapped: dict[int, tuple[Any, Text, int]] = {}
+        self.gone: list[Any] = ["nobody"]  # names of no sequence
         self.hits = self.misses = 0
         self.evicted: list[int] = []
 
@@ -80,7 +78,8 @@ class Model:
     def any_name(self) -> Any:
         if self.swapped and self.random.random() < 0.05:
             return self.random.choice([*self.swapped])
-        return "nobody" if self.random.random() < 0.05 or not self.pages else self.random.choice([*self.pages])
+        names = self.gone if self.random.random() < 0.05 or not self.pages else [*self.pages]
+        return self.random.choice(names)
 
     def start(self, name: int, pages: list[int], text: Text, salt: Any, recorded: int) -> None:
         self.pages[name], self.texts[name], self.salts[name] = pages, text, salt
@@ -123,6 +122,7 @@ class Model:
             self.pool[self.pages[name][page]][place] = (self.salts[name], self.texts[name][: at + 1])
 
     def copy(self, copies: Any) -> None:
+        assert not set(copies.source) & set(copies.target)
         for source, target in zip(*copies, strict=True):
             self.pool[target] = list(self.pool[source])
 
@@ -200,7 +200,7 @@ class Model:
 
     def swap_in(self) -> None:
         if not self.swapped or self.random.random() < 0.1:
-            return self.refused(SpecError, self.allocator.swap_in, self.any_name() if not self.swapped else "nobody")
+            return self.refused(SpecError, self.allocator.swap_in, self.random.choice([*self.pages, *self.gone]))
         name = self.random.choice([*self.swapped])
         salt, text, recorded = self.swapped[name]
         if self.count(len(text)) > len(self.free_pages()):
@@ -210,6 +210,7 @@ class Model:
         self.take(pages, free)
         self.start(name, pages, text, salt, 0)
         self.write(name, 0)
+        assert self.allocator.recorded(name) == ()
         self.allocator.record(name, text[: recorded * self.page_size])
         for at in range(recorded):
             self.contents[pages[at]] = (salt, text[: (at + 1) * self.page_size])
@@ -222,7 +223,7 @@ class Model:
         tokens = self.random.randint(0, self.lengths.get(parent, 0) + 1)
         if parent not in self.pages or tokens > self.lengths[parent]:
             return self.refused(SpecError, self.allocator.fork, parent, self.started, tokens)
-        self.allocator.fork(parent, self.started, tokens)
+        self.allocator.fork(parent, self.started, None if tokens == self.lengths[parent] else tokens)
         pages, text = self.pages[parent][: self.count(tokens)], self.texts[parent][:tokens]
         recorded = min(self.recorded[parent], tokens // self.page_size)
         self.start(self.started, pages, text, self.salts[parent], recorded)
@@ -233,6 +234,7 @@ class Model:
         if name not in self.pages or tokens < 0:
             return self.refused(SpecError, self.allocator.extend, name, tokens)
         needed = self.needed(self.holders(), name, tokens)
+        assert self.allocator.needed({name: tokens}) == needed
         if needed > len(self.free_pages()):
             return self.refused(PoolFullError, self.allocator.extend, name, tokens)
         copies, shares = self.allocator.extend(name, tokens), self.writes_to_shared(self.holders(), name, tokens)
@@ -266,7 +268,7 @@ class Model:
     def step(self) -> None:
         """A step of several sequences, as a cache takes it: all of them or none."""
         names = self.random.sample([*self.pages], self.random.randint(0, min(4, len(self.pages))))
-        counts = [self.random.randint(0, 5) for _ in names]
+        counts = [1] * len(names) if self.random.random() < 0.3 else [self.random.randint(0, 5) for _ in names]
         if names and self.random.random() < 0.1:
             return self.refused(SpecError, advance, self.allocator, [*names, names[0]], 1, None)
         holders, needed, copied = self.holders(), 0, []
@@ -275,9 +277,13 @@ class Model:
             needed += self.needed(holders, name, tokens)
             if copied[-1]:
                 holders[self.pages[name][-1]] -= 1
+        assert self.allocator.needed(dict(zip(names, counts))) == needed
+        new: Any = 1 if set(counts) == {1} else counts
+        width = max((self.count(self.lengths[name] + more) for name, more in zip(names, counts)), default=0)
+        width += self.random.randint(0, 2)
         if needed > len(self.free_pages()):
-            return self.refused(PoolFullError, advance, self.allocator, names, counts, None)
-        step, copies = advance(self.allocator, names, counts, None)
+            return self.refused(PoolFullError, advance, self.allocator, names, new, width)
+        step, copies = advance(self.allocator, names, new, width)
         for page in copies.target:  # which are written first
             self.evict(page)
         for name, tokens, copies_last in zip(names, counts, copied):
@@ -286,16 +292,24 @@ class Model:
         for name, tokens in zip(names, counts):
             self.write(name, self.lengths[name] - tokens)
         assert len(copies.source) == sum(copied) == len(set(copies.target))
-        assert step.seq_lens.tolist() == [self.lengths[name] for name in names]
-        assert [[page for page in row if page >= 0] for row in step.block_table.tolist()] == [
-            self.pages[name] for name in names
-        ]
+        self.check_tables(step, names, counts, width)
         self.done["stepped"] += 1
+
+    def check_tables(self, step: Any, names: list[int], counts: list[int], width: int) -> None:
+        """A step of one new token each needs no offsets."""
+        rows = [self.pages[name] + [UNUSED] * (width - len(self.pages[name])) for name in names]
+        assert step.block_table.shape == (len(names), width) and step.block_table.tolist() == rows
+        assert step.seq_lens.tolist() == [self.lengths[name] for name in names]
+        assert (step.cu_seqlens_q is None) == (set(counts) <= {1}) and step.max_len_q == max(counts, default=0)
+        if step.cu_seqlens_q is not None:
+            assert step.cu_seqlens_q.tolist() == [sum(counts[:at]) for at in range(len(counts) + 1)]
+        assert all(table is None or table.dtype == np.int32 for table in step.tables.values())
 
     def free(self) -> None:
         name = self.any_name()
-        if name == "nobody":
+        if name in self.gone:
             return self.refused(SpecError, self.allocator.free, name)
+        self.gone.append(name)
         if name in self.swapped:
             del self.swapped[name]
             assert self.allocator.free(name) == ()
@@ -311,13 +325,19 @@ class Model:
         """Everything observable, and the free list itself."""
         allocator, holders = self.allocator, self.holders()
         assert allocator.sequences == tuple(self.pages) and len(allocator) == len(self.pages)
+        filled = set()
         for name, pages in self.pages.items():
             assert allocator.pages(name) == tuple(pages) and allocator.length(name) == self.lengths[name]
             assert len(pages) == len(set(pages)) == self.count(self.lengths[name])
             salt, text = self.salts[name], self.texts[name]
             there = [content for page in pages for content in self.pool[page]][: len(text)]
+            filled |= {(pages[at // self.page_size], at % self.page_size) for at in range(len(text))}
             assert there == [(salt, text[: at + 1]) for at in range(len(text))], "other keys than those of its tokens"
-        assert allocator.free_pages == self.num_pages - len(holders)
+        shared = sum(count > 1 for count in holders.values())
+        waste = len(holders) * self.page_size - len(filled)
+        unused = self.num_pages - len(holders)
+        assert allocator.report() == PoolReport(self.num_pages, unused, shared, len(filled), waste)
+        assert allocator.free_pages == unused and waste <= (self.page_size - 1) * len(self.pages)
         free = [*allocator._free]
         assert sorted(free) == sorted(self.free_pages()), "each free page once, and no page of a sequence"
         assert free[len(free) - len(self.idle) :] == self.idle and allocator.swapped == tuple(self.swapped)
@@ -340,20 +360,34 @@ OPERATIONS = (
 )
 
 
-@pytest.mark.slow
-def test_fifty_thousand_operations_match_the_model() -> None:
+def run_operations(pools: int, operations: int) -> Counter[str]:
+    """How often each operation was made, on pools of several sizes that are full often, seldom and never."""
     random, done = Random(0), Counter[str]()
-    for start in range(0, STEPS, NEW_POOL):
+    for _ in range(pools):
         model = Model(random)
-        for _ in range(start, start + NEW_POOL):
+        for _ in range(operations):
             getattr(model, random.choice(OPERATIONS))()
             model.check()
         done += model.done
         done["evicted"] += len(model.evicted)
         for name in list(model.pages):
             model.allocator.free(name)
-        assert model.allocator.report().free == model.num_pages
-    assert sum(done.values()) >= STEPS
+        assert model.allocator.report() == PoolReport(model.num_pages, model.num_pages, 0, 0, 0)
+        model.allocator.allocate("all", model.num_pages * model.page_size)
+    assert sum(done.values()) >= pools * operations
+    return done
+
+
+def test_operations_on_short_lived_pools_match_the_model() -> None:
+    done = run_operations(20, 300)
+    assert all(done[what] > 20 for what in ("found", "copied", "evicted", "swapped in", "refused by PoolFullError")), (
+        done
+    )
+
+
+@pytest.mark.slow
+def test_fifty_thousand_operations_match_the_model() -> None:
+    done = run_operations(25, 2_000)
     for what in ("allocated", "forked", "extended", "stepped", "freed", "recorded", "refused by PoolFullError"):
         assert done[what] > 1000, done
     for what in ("found", "copied", "evicted", "swapped out", "swapped in"):

@@ -59,6 +59,11 @@ def zeros(*shape: int, dtype: str = "float32") -> Make:
     return lambda f: f.zeros(*shape, dtype=dtype)
 
 
+def elsewhere(name: str) -> dict[str, Make]:
+    """An argument of a good call on another device than the others."""
+    return {name: lambda f: {**good_append(f), **good(f), "sinks": f.zeros(6)}[name].to("meta")}
+
+
 def numpys(*values: Any) -> Make:
     return lambda f: np.array(values)
 
@@ -155,6 +160,8 @@ TABLES: dict[str, Bad] = {
 }
 
 POOLS: dict[str, Bad] = {
+    "pages of nothing": Bad({"k_pages": zeros(7, 0, 3, 8)}, ShapeError, r"^k_pages: .*, got \[7, 0, 3, 8\]"),
+    "page size of v": Bad({"v_pages": zeros(7, 2, 3, 5)}, ShapeError, r"^v_pages: .*\[7, 4, 3\], got \[7, 2, 3\]"),
     "pool of three axes": Bad(
         {"k_pages": zeros(28, 3, 8)}, ShapeError, r"^k_pages: .*\[num_pages, .*, got \[28, 3, 8\]"
     ),
@@ -232,18 +239,22 @@ ATTENTION: dict[str, Bad] = {
     "backend": Bad({"backend": "mth"}, SpecError, "^backend='mth': unknown backend; did you mean math"),
     "backend of another kind": Bad({"backend": 3}, SpecError, "^backend=3: expected a backend's name"),
     "backend without pages": Bad({"backend": "sdpa_flash"}, NoBackendError, "keys and values in pages of 4: "),
+    "no heads": Bad({"q": zeros(4, 0, 8)}, ShapeError, "^num_heads=0: expected at least 1"),
     "q on another device": Bad(
-        {"q": lambda f: torch.zeros(4, 6, 8, device="meta")},
+        elsewhere("q"),
         DeviceError,
         r"^k_pages: expected the device of q \(meta\), got cpu; move it there",
         only=TORCH,
     ),
-    "table on another device": Bad(
-        {"block_table": lambda f: torch.zeros(2, 3, dtype=torch.int32, device="meta")},
-        DeviceError,
-        r"^block_table: expected the device of q \(cpu\), got meta; move it there",
-        only=TORCH,
-    ),
+    **{
+        f"{name} on another device": Bad(
+            elsewhere(name),
+            DeviceError,
+            rf"^{name}: expected the device of q \(cpu\), got meta; move it there",
+            only=TORCH,
+        )
+        for name in ("k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
+    },
 }
 
 APPEND: dict[str, Bad] = {
@@ -269,12 +280,26 @@ APPEND: dict[str, Bad] = {
         "^block_table: expected a separate slot for each new token, but slot 8 would be written 2 times; ",
         eager=True,
     ),
-    "k on another device": Bad(
-        {"k": lambda f: torch.zeros(4, 3, 8, device="meta")},
-        DeviceError,
-        r"^k: expected the device of k_pages \(cpu\), got meta; move it there",
-        only=TORCH,
+    "heads of k": Bad({"k": zeros(4, 1, 8)}, ShapeError, r"^k: expected .*\[4, 3, 8\], got \[4, 1, 8\]"),
+    "k without axes": Bad({"k": zeros()}, ShapeError, r"^k: expected .*, got \[\]"),
+    "dtype of the new v": Bad(
+        {"v": zeros(4, 3, 5, dtype="bfloat16")}, DTypeError, "^v: expected the dtype of v_pages, float32, got bfloat16"
     ),
+    "no room for the one new token": Bad(
+        {"k": zeros(2, 3, 8), "v": zeros(2, 3, 5), "cu_seqlens_q": None, "seq_lens": table(5, 0)},
+        SpecError,
+        r"^seq_lens\[1\]=0: expected at least the 1 queries of the sequence; ",
+        eager=True,
+    ),
+    **{
+        f"{name} on another device": Bad(
+            elsewhere(name),
+            DeviceError,
+            rf"^{name}: expected the device of k_pages \(cpu\), got meta; move it there",
+            only=TORCH,
+        )
+        for name in ("v_pages", "k", "v", "block_table", "seq_lens", "cu_seqlens_q")
+    },
 }
 
 
@@ -318,9 +343,9 @@ APPEND |= {
         by_slots(slot_mapping=table(0, 2, 1, -2)), SpecError, r"^slot_mapping\[3\]=-2: expected 0 to 27", eager=True
     ),
     "two tokens in a slot": Bad(
-        by_slots(slot_mapping=table(5, -1, 5, -1)),
+        by_slots(slot_mapping=table(5, -1, 5, 5)),
         SpecError,
-        "^slot_mapping: expected a separate slot for each new token, but slot 5 would be written 2 times",
+        "^slot_mapping: expected a separate slot for each new token, but slot 5 would be written 3 times",
         eager=True,
     ),
     "rotary of slots": Bad(
@@ -376,7 +401,6 @@ APPEND |= {
         {"rotary": angles(9, 4), "positions": table(0, 1, 2)}, ShapeError, r"^positions: expected .*\[4\], got \[3\]"
     ),
 }
-POOL_NAMES = ("width of v", "heads of v")
 
 
 def rows(cases: dict[str, Bad]) -> list[Any]:
@@ -428,7 +452,7 @@ def test_bad_arguments_of_append(framework: Framework, case: Bad) -> None:
     for name in ("k_pages", "v_pages"):
         if framework is JAX and isinstance(given[name], jax.Array):
             assert not given[name].is_deleted(), "what is refused is not donated"
-        elif framework is TORCH and isinstance(given[name], torch.Tensor) and given[name].is_floating_point():
+        elif framework is TORCH and isinstance(given[name], torch.Tensor) and given[name].is_cpu:
             assert not given[name].any()
 
 

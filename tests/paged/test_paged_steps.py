@@ -190,22 +190,36 @@ def test_a_step_of_another_cache_is_refused(framework: Framework) -> None:
         write(framework, one, ("a",), [1])  # type: ignore[arg-type]
 
 
-BAD_STEPS: dict[str, tuple[Any, ...]] = {
-    "a width of 2.0": (["a"], 1, 2.0),
-    "a width of 10**12": (["a"], 1, 10**12),
-    "a width of -1": (["a"], 1, -1),
-    "a width of True": (["a"], 1, True),
-    "out of pages": (["b", "a"], 10**12, None),
-    "counts of a wrong type": (["b", "a"], [1, 1.0], None),
-    "a count of 1.0": (["a"], 1.0, None),
-    "a count of a word": (["a"], "1", None),
-    "names that are one word": ("ab", 1, None),
-    "names that are a number": (5, 1, None),
-    "names in a set": ({"a"}, 1, None),
-    "names in a dict": ({"a": 1}, 1, None),
-    "counts in a set": (["a"], {1}, None),
-    "a name that cannot be hashed": ([["a"]], 1, None),
-    "an unknown name behind a known one": (["a", "x"], 1, None),
+LIST, COUNTS = (
+    "expected a list of names, in .* order .*, got builtins",
+    "expected a number of tokens, or a list of one for each",
+)
+BAD_STEPS: dict[str, tuple[Any, Any, Any, str]] = {
+    "a width of 2.0": (["a"], 1, 2.0, "^width=2.0: expected "),
+    "a width of 10**12": (["a"], 1, 10**12, "^width=1000000000000: expected at most 1073741823 columns"),
+    "a width of -1": (["a"], 1, -1, "^width=-1: expected "),
+    "a width of True": (["a"], 1, True, "^width=True: expected "),
+    "a narrow width": (["b", "a"], [1, 3], 2, "^width=2: expected at least the 3 pages of the longest sequence$"),
+    "out of pages": (["b", "a"], [2, 9], None, "^names: this step needs 5 more pages of 2 tokens, but only 3"),
+    "more tokens than int32 counts": (["b", "a"], 10**12, None, "^tokens=1000000000000: expected at most 2147483647$"),
+    "counts of a wrong type": (["b", "a"], [1, 1.0], None, "^tokens=1.0: expected at least 0, as an int$"),
+    "a negative count": (["b", "a"], [1, -1], None, "^tokens=-1: expected at least 0, as an int$"),
+    "a count of 1.0": (["a"], 1.0, None, f"^new=1.0: {COUNTS}, got builtins.float$"),
+    "a count of a word": (["a"], "1", None, f"^new='1': {COUNTS}, got builtins.str$"),
+    "counts in a set": (["a", "b"], {1, 2}, None, rf"^new=\{{1, 2\}}: {COUNTS}, got builtins.set$"),
+    "too few counts": (["a", "b"], [1], None, r"^names, new: expected a count for each of 2 sequences, .*, got \[1\]$"),
+    "names that are one word": ("ab", 1, None, f"^names='ab': {LIST}.str$"),
+    "names that are a number": (5, 1, None, f"^names=5: {LIST}.int$"),
+    "names in a set": ({"a"}, 1, None, rf"^names=\{{'a'\}}: {LIST}.set$"),
+    "names in a dict": ({"a": 1, "b": 2}, 1, None, rf"^names=\{{.*\}}: {LIST}.dict$"),
+    "a name twice": (["a", "a"], 1, None, "each named once"),
+    "a name that cannot be hashed": (
+        [["a"]],
+        1,
+        None,
+        r"^names=\['a'\]: expected a hashable value, got builtins.list$",
+    ),
+    "an unknown name behind a known one": (["a", "x"], 1, None, "^name='x': expected the name of a sequence of this"),
 }
 
 
@@ -216,9 +230,9 @@ def test_a_failed_step_changes_nothing(framework: Framework, case: str) -> None:
     for name in "ab":
         cache.add(name)
     kept = cache.step(["a", "b"], [3, 1])
-    names, new, width = BAD_STEPS[case]
+    names, new, width, says = BAD_STEPS[case]
     before = state_of(cache)
-    with pytest.raises((SpecError, PoolFullError)):
+    with pytest.raises(PoolFullError if case == "out of pages" else SpecError, match=says):
         cache.step(names, new, width=width)
     assert state_of(cache) == before
     cache.check(kept)  # and the step before it is still open
