@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,34 +12,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from finetrainers_cases import (
     ADDED,
-    ARGUMENTS,
-    BATCH,
-    FIRST_EIGHT,
     HEADS,
     KEEP,
     KEEP4,
-    KV_HEADS,
     KV_LEN,
     Q_LEN,
-    TABLE,
     close,
-    dispatched,
     expected,
     tensors,
-    with_scale_above_0,
 )
 from frameworks import spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from attn_core import NoBackendError, SpecError, Target
@@ -203,20 +192,6 @@ def test_rows_that_see_nothing_are_zeros(device: str) -> None:
     out, gradients = with_gradients(attention_dispatch, (q, k, v), {"attn_mask": mask, "enable_gqa": True})
     assert not out[:, :, 2].any() and not gradients[0][:, :, 2].any()
     assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(device: str) -> None:
-    q, k, v = tensors(64, 64, device=device)
-    v = torch.ones_like(v)
-
-    def drawn() -> torch.Tensor:
-        torch.manual_seed(0)
-        return attention_dispatch(q, k, v, None, 0.25, enable_gqa=True)
-
-    assert torch.equal(drawn(), drawn())
-    assert drawn().std() > 0.01
-    assert drawn().mean().item() == pytest.approx(1.0, abs=0.02)
-    assert not attention_dispatch(q, k, v, None, 1.0, enable_gqa=True).any()
 
 
 def test_autocast_casts_as_torch_does(patched: None, device: str) -> None:
@@ -402,231 +377,6 @@ def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None)
         vars(plain).update(rule)
 
 
-# One meaning on every provider
-
-
-REFUSED = {
-    "flash": {"softcap", "dropout", "softcap and keys"},
-    "flash_varlen": {
-        "table",
-        "table and causal",
-        "added",
-        "softcap",
-        "dropout",
-        "window and keys",
-        "softcap and keys",
-    },
-    "flex": {"dropout"},
-    "native": set(),
-    "_native_flash": {"softcap", "dropout", "softcap and keys"},
-    "_native_math": set(),
-}
-"""What the CPU's kernels lack; all else must be honoured."""
-
-
-def test_a_scale_of_0_is_the_mean(device: str) -> None:
-    q, k, v = tensors(device=device)
-    torch.testing.assert_close(
-        attention_dispatch(q, k, v, scale=0.0, enable_gqa=True)[:, 0], v.mean(2)[:, 0, None].expand(-1, Q_LEN, -1)
-    )
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("word", WORDS)
-def test_every_argument_is_honoured_or_refused_by_name(word: str, name: str) -> None:
-    arguments, fields, reason = ARGUMENTS[name]
-    if word not in ON_CPU:
-        with pytest.raises((NoBackendError, SpecError)) as refusal:
-            dispatched(word, tensors(), arguments)
-        assert "needs" in str(refusal.value) or "attn_mask" in str(refusal.value)
-        return
-    if name in REFUSED[word]:
-        with pytest.raises((NoBackendError, SpecError), match=reason):
-            dispatched(word, tensors(), arguments)
-        return
-    found = dispatched(word, tensors(), arguments)
-    right, right_lse = expected(
-        with_scale_above_0(tensors(), fields), **fields | {"scale": abs(fields.get("scale", 11**-0.5))}
-    )
-    if arguments.get("return_lse"):
-        close(found[1], right_lse)
-        found = found[0]
-    close(found, right)
-
-
-@pytest.mark.parametrize("word", ("flash", "_native_math", "flash_varlen", "native"))
-@pytest.mark.parametrize("name", ["is_causal", "keys", "keys and causal", "window"])
-def test_gradients_on_every_provider(word: str, name: str) -> None:
-    arguments, fields, _ = ARGUMENTS[name]
-    qkv = tensors()
-    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
-    dispatched(word, leaves, arguments).square().sum().backward()
-    mask = None if "mask" not in fields else torch.from_numpy(fields["mask"])
-    visible = torch.ones(BATCH, 1, Q_LEN, KV_LEN, dtype=torch.bool) if mask is None else mask.expand(-1, 1, Q_LEN, -1)
-    if fields.get("causal"):
-        visible = visible & torch.ones(Q_LEN, KV_LEN).tril().bool()
-    if "window" in fields:
-        distance = torch.arange(KV_LEN)[None, :] - torch.arange(Q_LEN)[:, None] - (KV_LEN - Q_LEN)
-        visible = visible & (distance >= -2) & (distance <= 1)
-    right = [tensor.clone().requires_grad_() for tensor in qkv]
-    TORCH_ATTENTION(*right, visible, enable_gqa=True).square().sum().backward()
-    for leaf, other in zip(leaves, right, strict=True):
-        torch.testing.assert_close(leaf.grad, other.grad, atol=1e-4, rtol=1e-4)
-
-
-def test_every_option_reaches_the_kernels_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each of the ways that a call takes: dense, masks of keys."""
-    module, seen = importlib.import_module("torch_frontend.finetrainers"), []
-    attention = module.attention
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        seen.append(options)
-        return attention(*arguments, **options)
-
-    monkeypatch.setattr(module, "attention", watched)
-    for what in ({}, {"attn_mask": KEEP}, {"attn_mask": KEEP, "is_causal": True}):
-        seen.clear()
-        with use_backend("math"), monkeypatch.context() as patch:
-            patch.setattr(providers, "DEFAULT", "flash_varlen")
-            given = {
-                name: torch.from_numpy(value).to(device) if name == "attn_mask" else value
-                for name, value in what.items()
-            }
-            direct = {name: given.pop(name) for name in FIRST_EIGHT if name in given}
-            kwargs = {"deterministic": True, "softcap": 2.0, **given}
-            attention_dispatch(
-                *tensors(7, 7, device=device),
-                dropout_p=0.1,
-                scale=0.7,
-                enable_gqa=True,
-                **direct,
-                attention_kwargs=kwargs,
-            )
-        assert seen
-        for call in seen:
-            found = {name: call[name] for name in ("deterministic", "softcap", "scale", "dropout", "backend")}
-            assert found == {"deterministic": True, "softcap": 2.0, "scale": 0.7, "dropout": 0.1, "backend": ("math",)}
-
-
-@pytest.mark.parametrize("word", ["flash_varlen", "sage_varlen"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (5, 7), (7, 5), (1, 7)])
-@pytest.mark.parametrize("kind", ["left", "right", "holes", "nothing", "one row nothing", "all", "one for all rows"])
-def test_masks_of_keys_on_the_varlen_providers(
-    word: str, causal: bool, q_len: int, kv_len: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row by row, too, as sage_varlen runs: here on a kernel that the CPU has. Dropped keys may hold anything."""
-    if word == "sage_varlen":
-        monkeypatch.setattr(AttentionProvider.SAGE_VARLEN, "kernels", ("math",))
-    keep = np.ones((BATCH, kv_len), bool)
-    keep[0, {"left": slice(0, 3), "right": slice(-3, None), "holes": slice(1, None, 2)}.get(kind, slice(0, 0))] = False
-    keep[0] &= kind != "one row nothing"
-    keep &= kind != "nothing"
-    if kind == "one for all rows":
-        keep = np.arange(kv_len)[None, :] != 2
-    q, k, v = tensors(q_len, kv_len)
-    right, right_lse = expected((q, k, v), mask=keep[:, None, None, :], causal=causal)
-    dropped = torch.from_numpy(~keep)[:, None, :, None].expand(BATCH, KV_HEADS, -1, 1)
-    leaves = [q, k.masked_fill(dropped, torch.nan), v.masked_fill(dropped, torch.nan)]
-    leaves = [tensor.requires_grad_() for tensor in leaves]
-    arguments = {"attn_mask": keep, "is_causal": causal}
-    with torch.no_grad():
-        out, lse = dispatched(word, leaves, {**arguments, "return_lse": True})
-    close(out, right)
-    close(lse, right_lse)
-    out = dispatched(word, leaves, arguments)
-    close(out, right)
-    out.sum().backward()
-    assert all(leaf.grad.isfinite().all() for leaf in leaves)
-
-
-def test_two_axes_are_read_by_provider(device: str) -> None:
-    table, qkv = TABLE[0, 0], tensors(device=device)
-    close(dispatched("native", qkv, {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
-    for word in ("flash_varlen", "flex") if device == "cpu" else ("flex", "xformers"):
-        close(dispatched(word, qkv, {"attn_mask": KEEP}), expected(tensors(), mask=KEEP4)[0])
-
-
-def test_an_expanded_mask_of_keys_is_one_of_keys() -> None:
-    whole = torch.from_numpy(KEEP4).expand(BATCH, HEADS, Q_LEN, KV_LEN)
-    with attention_provider("flash_varlen"):
-        close(attention_dispatch(*tensors(), whole, enable_gqa=True), expected(tensors(), mask=KEEP4)[0])
-        with pytest.raises(SpecError, match=r"flash_varlen takes masks of keys .*another provider"):
-            attention_dispatch(*tensors(), whole.contiguous(), enable_gqa=True)
-
-
-def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = create_block_mask(lambda b, h, i, j: (i + 2 * j) % 3 > 0, None, None, Q_LEN, KV_LEN, device=device)
-    table = (np.arange(Q_LEN)[:, None] + 2 * np.arange(KV_LEN)) % 3 > 0
-    close(
-        dispatched("flex", tensors(device=device), {"attn_mask": block}),
-        expected(tensors(device=device), mask=table[None, None])[0],
-    )
-    with pytest.raises(SpecError, match=r"BlockMask of \[2 or 1, 6 or 1, 7, 7\], got \[1, 1, 5, 7\]"):
-        dispatched("flex", tensors(7, device=device), {"attn_mask": block})
-    with pytest.raises(TypeError, match=r"attn_mask: expected a torch.Tensor, got .*BlockMask"):
-        dispatched("_native_math", tensors(device=device), {"attn_mask": block})
-    counts = torch.zeros_like(block.kv_num_blocks)  # its blocks hide all keys
-    blocks = BlockMask.from_kv_blocks(counts, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
-    with pytest.raises(SpecError, match="attn_mask: expected a BlockMask that has a mask function"):
-        dispatched("flex", tensors(device=device), {"attn_mask": blocks})
-    blocks = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
-    if device == "cpu":  # these hide nothing, which is looked at only there
-        close(dispatched("flex", tensors(), {"attn_mask": blocks}), expected(tensors())[0])
-    else:
-        with pytest.raises(SpecError, match=r"attn_mask: expected a BlockMask .*, or no mask if it hides nothing"):
-            dispatched("flex", tensors(device=device), {"attn_mask": blocks})
-    module, seen = importlib.import_module("torch_frontend.finetrainers"), []
-    attention = module.attention
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        seen.append(options)
-        return attention(*arguments, **options)
-
-    monkeypatch.setattr(module, "attention", watched)
-    assert dispatched("flex", tensors(device=device), {"attn_mask": block}).shape[2] == Q_LEN
-    assert seen[0]["mask_mod"] is not None and seen[0]["mask"] is None  # no dense mask is written
-
-
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "unknown": ("native", {"sinks": 1}, r"attention_kwargs\['sinks'\]: unknown; expected one of window_size, softcap"),
-    "documents": ("flash_varlen", {"cu_seqlens_q": [0]}, r"\['cu_seqlens_q'\]: unknown; .*attention\(seq_info=\)"),
-    "window": ("native", {"window_size": 3}, r"\['window_size'\]=3: expected two distances"),
-    "flag": ("native", {"deterministic": 1}, r"\['deterministic'\].*=1: expected True or False"),
-    "softcap": ("native", {"softcap": "high"}, "softcap='high': expected a number"),
-    "causal window": (
-        "native",
-        {"is_causal": True, "window_size": (2, 0)},
-        "is_causal with window_size .* equal lengths",
-    ),
-    "heads": ("flash", {"enable_gqa": False}, "enable_gqa=False with 6 heads of query and 3 of key"),
-    "added": ("flash_varlen", {"attn_mask": ADDED}, "attn_mask: provider flash_varlen takes bool masks of keys"),
-    "integers": (
-        "flash",
-        {"attn_mask": KEEP.astype(np.int32)},
-        "attn_mask: expected bool .*becomes bool by attn_mask != 0",
-    ),
-    "dropout": ("flash", {"dropout_p": 0.5}, "dropout=0.5"),
-    "probability": ("flash", {"dropout_p": 2.0}, "dropout=2.0"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_honoured_is_named(name: str, device: str) -> None:
-    word, arguments, message = WRONG[name]
-    with pytest.raises((SpecError, NoBackendError), match=message):
-        dispatched(word, tensors(device=device), arguments)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_tensors_that_do_not_fit_are_named(name: str, device: str) -> None:
-    for change in (lambda t: t[0], lambda t: t.half(), lambda t: t.cpu().numpy()):
-        given = dict(zip(("query", "key", "value"), tensors(device=device), strict=True))
-        given[name] = change(given[name])
-        with attention_provider("flash"), pytest.raises((SpecError, TypeError), match=r"query|key|value"):
-            attention_dispatch(**given, enable_gqa=True)
-
-
 # Which provider
 
 
@@ -761,18 +511,23 @@ def test_tasks_have_providers_of_their_own() -> None:
     assert found == {"_native_math": "math", "flex": "flex", "_native_flash": "sdpa_flash"}
 
 
-@pytest.mark.parametrize(
-    ("value", "outcome"), [("_native_math", "_native_math"), (None, "native"), ("falsh", "SpecError")]
-)
-def test_the_environment_names_the_provider_outside_of_blocks(value: str | None, outcome: str) -> None:
-    code = (
-        "from attn_core import SpecError\nfrom torch_frontend.finetrainers import providers\n"
-        "try: print(providers.default_provider().value)\n"
-        "except SpecError as error: print('SpecError' if 'FINETRAINERS_ATTN_PROVIDER=' in str(error) else error)"
-    )
-    environment = {} if value is None else {"FINETRAINERS_ATTN_PROVIDER": value}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == outcome
+def imported_again() -> Any:
+    """A copy of the module, which reads the environment anew."""
+    spec = importlib.util.find_spec(providers.__name__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_the_environment_names_the_provider_outside_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FINETRAINERS_ATTN_PROVIDER", raising=False)
+    assert imported_again().default_provider().value == "native"
+    monkeypatch.setenv("FINETRAINERS_ATTN_PROVIDER", "_native_math")
+    assert imported_again().default_provider().value == "_native_math"
+    monkeypatch.setenv("FINETRAINERS_ATTN_PROVIDER", "falsh")
+    with pytest.raises(SpecError, match="FINETRAINERS_ATTN_PROVIDER="):
+        imported_again().default_provider()
 
 
 def test_the_provider_of_the_environment_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
