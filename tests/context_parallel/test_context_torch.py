@@ -94,6 +94,10 @@ def grid() -> list[Case]:
     return cases
 
 
+def of_way(axes: tuple[int, ...], strategy: str, kind: str) -> list[Case]:
+    return [case for case in grid() if (case.axes, case.strategy, case.layout) == (axes, strategy, kind)]
+
+
 @st.composite
 def any_case(draw: st.DrawFn) -> Case:
     axes, kind = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (1, 3), (2, 1)))), draw(st.sampled_from(KINDS))
@@ -157,10 +161,21 @@ def special() -> list[Case]:
     ]
 
 
+def cases_of(test: pytest.Item) -> list[Case]:
+    """The cases that a test judges."""
+    given = test.callspec.params if hasattr(test, "callspec") else {}
+    if "case" in given:
+        return [given["case"]]
+    if "strategy" in given:
+        return of_way(**given)
+    return drawn_cases() if test.name == test_drawn_calls.__name__ else []
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
-    """The results of every rank for each case."""
-    cases = list(dict.fromkeys([*grid(), *drawn_cases(), *special()]))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    """The results of every rank for each case that a test of this run judges."""
+    here = [test for test in request.session.items if test.path == request.path]
+    cases = list(dict.fromkeys(case for test in here for case in cases_of(test)))
     worlds = [
         World(
             *(str(ranks), ranks),
@@ -272,7 +287,7 @@ def assert_right(results: dict[Case, list[Any]], cases: list[Case]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("axes", "strategy"), WAYS, ids=lambda each: str(each))
 def test_strategies_layouts_and_masks(results: Any, axes: tuple[int, ...], strategy: str, kind: str) -> None:
-    assert_right(results, [c for c in grid() if (c.axes, c.strategy, c.layout) == (axes, strategy, kind)])
+    assert_right(results, of_way(axes, strategy, kind))
 
 
 def test_drawn_calls(results: Any) -> None:

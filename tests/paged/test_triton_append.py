@@ -10,14 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
-import quantised_appends
 import triton_interpreter
 from append_cases import Append, appends, make_append
 from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
-from quantised_appends import bits, pools_of
+from quantised_appends import Kind, assert_written, expected, pools_of, tensors_of
 from quantised_cases import KINDS
 
 import torch_frontend
@@ -53,12 +52,15 @@ def appended(call: Append, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(appends(), st.booleans(), st.booleans(), st.sampled_from(("int32", "int64")))
-def test_any_append(call: Append, rotates: bool, by_slots: bool, kind: str) -> None:
-    """The bits of torch's operations, in one launch."""
-    pools = appended(call, places_of(call, rotates, by_slots, kind))
-    assert all(map(torch.equal, pools, call.expected(rotates)))
+@settings(max_examples=80, deadline=None)
+@given(appends(), st.none() | st.sampled_from(KINDS), st.booleans(), st.booleans(), st.sampled_from(("int32", "int64")))
+def test_any_append(call: Append, kind: Kind, rotates: bool, by_slots: bool, tables: str) -> None:
+    """One launch writes the bits of torch's operations. It rotates in float32 what it quantises, as numpy does."""
+    pools = pools_of(call, kind)
+    pages, scales = (tensors_of(call, pools)[at : at + 2] for at in (0, 2))
+    places = places_of(call, rotates, by_slots, tables)
+    append_on_gpu(*pages, call.k, call.v, *places, **({"scales": tuple(scales)} if scales else {}))
+    assert_written([*pages, *scales], expected(call, pools, rotates), str(kind))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -71,21 +73,6 @@ def test_strides(dtype: str, table: str, interleaved: bool) -> None:
     assert not k.is_contiguous() and not cos.is_contiguous()
     strided = Append(**{**vars(call), "k": k, "cos": cos, "sin": sin})
     assert all(map(torch.equal, appended(strided, places_of(strided, True, False)), call.expected(True)))
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(appends(), st.sampled_from(KINDS), st.booleans(), st.booleans())
-def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rotates: bool, by_slots: bool) -> None:
-    """One launch rotates in float32 and quantises: the bits of numpy, and so of torch and of JAX."""
-    if kind[0] == "int4" and (call.k.shape[2] % 2 or call.v.shape[2] % 2):
-        kind = ("int8", kind[1])
-    pools = pools_of(call, *kind)
-    *pages, k_scales, v_scales = pools.tensors
-    append_on_gpu(*pages, call.k, call.v, *places_of(call, rotates, by_slots), scales=(k_scales, v_scales))
-    right = quantised_appends.expected(call, pools, kind[0], rotates)
-    for actual, exact in zip((*pages, k_scales, v_scales), right, strict=True):
-        np.testing.assert_array_equal(bits(actual), bits(exact), err_msg=str(kind))
 
 
 @settings(max_examples=25, deadline=None)
