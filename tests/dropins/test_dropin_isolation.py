@@ -16,7 +16,6 @@ import pytest
 from frameworks import replaced
 from torch_first import torch_first  # noqa: F401 (a fixture)
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 pytest.importorskip("transformers")
 pytest.importorskip("flax")
 

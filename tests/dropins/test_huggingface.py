@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -19,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
+from transformers_models import DECODER, DECODERS, VOCABULARY, WINDOW, build
 
 import torch_frontend
 from attn_core import AttentionSpec, NoBackendError
@@ -32,39 +30,10 @@ from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, described_mask, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
-pytestmark = [pytest.mark.sampled, pytest.mark.words]
+pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.sampled, pytest.mark.words]
 
-VOCABULARY, WINDOW, LENGTH = 97, 5, 13
+LENGTH = 13
 TOLERANCE = 3e-5  # for logits of size ~10 after two layers in float32
-DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "attention_dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-DECODERS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**DECODER),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **DECODER | ALTERNATING, attn_logit_softcapping=3.0, query_pre_attn_scalar=17
-    ),
-    "mistral": lambda: transformers.MistralConfig(**DECODER, sliding_window=WINDOW),
-    "qwen3": lambda: transformers.Qwen3Config(**DECODER | ALTERNATING, use_sliding_window=True),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **DECODER | ALTERNATING,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        experts_implementation="eager",  # math, which has every dtype on every device
-    ),
-}
 with_mistral = pytest.mark.on_gpus(only=lambda family, **_: family == "mistral")
 """For a GPU's suite: the softcap of gemma2, whose logits and gradients are judged there, compiles for each call."""
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -106,31 +75,8 @@ ENCODER_DECODERS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    huggingface.register()  # registering twice is allowed
-    yield
-    huggingface.unregister()
-
-
-def build(kind: Any, config: Any, name: str = huggingface.NAME, device: str = "cpu") -> Any:
-    """A model with the same weights for every implementation, large enough that attention decides the logits."""
-    torch.manual_seed(0)
-    model = kind.from_config(config, attn_implementation=name).eval()
-    # T5 does not scale its scores: larger weights would give one-hot rows
-    factor = 3 if config.model_type == "t5" else 6
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(factor)
-        else:
-            parameter.data.add_(torch.randn_like(parameter) * 0.3)  # sinks and biases that differ from each other
-    return model.to(device)
-
-
 def decoders(config: Any, name: str = huggingface.NAME, device: str = "cpu") -> tuple[Any, Any]:
-    kind = transformers.AutoModelForCausalLM
-    return build(kind, config(), "eager", device), build(kind, config(), name, device)
+    return build(config(), "eager", device=device), build(config(), name, device=device)
 
 
 def tokens(rows: int = 3, length: int = LENGTH, device: str = "cpu") -> torch.Tensor:
@@ -195,7 +141,7 @@ def test_decoders_logits_loss_and_gradients(family: str, side: str, device: str)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders_logits_loss_and_gradients(family: str, side: str, device: str) -> None:
     kind, keep, ids = transformers.AutoModelForMaskedLM, padding(side, device), tokens(device=device)
-    eager, ours = (build(kind, ENCODERS[family](), name, device) for name in ("eager", huggingface.NAME))
+    eager, ours = (build(ENCODERS[family](), name, kind, device=device) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
     assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), **given)
 
@@ -204,7 +150,9 @@ def test_encoders_logits_loss_and_gradients(family: str, side: str, device: str)
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_encoder_decoders_logits_loss_and_gradients(family: str, side: str, device: str) -> None:
     kind, keep, ids = transformers.AutoModelForSeq2SeqLM, padding(side, device), tokens(device=device)
-    eager, ours = (build(kind, ENCODER_DECODERS[family](), name, device) for name in ("eager", huggingface.NAME))
+    # T5 does not scale its scores: larger weights would give one-hot rows
+    config, size = ENCODER_DECODERS[family], {"factor": 3.0 if family == "t5" else 6.0, "device": device}
+    eager, ours = (build(config(), name, kind, **size) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
     assert_same(eager, ours, input_ids=ids, labels=tokens(3, 7, device), **given)
     limits = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2, "eos_token_id": None}
@@ -584,18 +532,18 @@ def test_autocast_matches_eager(device: str) -> None:
 
 
 def test_a_named_backend_runs_or_raises(device: str) -> None:
-    kind, ids = transformers.AutoModelForCausalLM, tokens(device=device)
-    plain, ours = (build(kind, DECODERS["llama"](), name, device) for name in ("attn_core:math", huggingface.NAME))
+    ids, llama = tokens(device=device), DECODERS["llama"]
+    plain, ours = (build(llama(), name, device=device) for name in ("attn_core:math", huggingface.NAME))
     torch.testing.assert_close(plain(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     for name in ("attn_core:flash3", "attn_core:fa3"):
         for family in ("llama", "gpt_oss"):
             with pytest.raises(NoBackendError, match="backend='flash3' cannot run this call"):
-                build(kind, DECODERS[family](), name, device)(ids)
+                build(DECODERS[family](), name, device=device)(ids)
     plain.set_attn_implementation("attn_core:flash2")
     with pytest.raises(NoBackendError, match="backend='flash2'"):
         plain(ids)
     with pytest.raises(ValueError, match=r"attn_core:flash7.*unknown backend; did you mean"):
-        build(kind, DECODERS["llama"](), "attn_core:flash7")
+        build(llama(), "attn_core:flash7")
 
 
 def test_layers_may_name_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,7 +633,7 @@ def half_precision_model(config: Any, name: str) -> Any:
     made = config()
     if hasattr(made, "num_local_experts"):
         made.num_experts_per_tok = made.num_local_experts
-    return build(transformers.AutoModelForCausalLM, made, name, "cuda").to(torch.bfloat16)
+    return build(made, name, device="cuda").to(torch.bfloat16)
 
 
 def check_half(family: str, name: str, shown: Any = slice(None), **inputs: Any) -> None:
@@ -749,7 +697,7 @@ def test_flash2_trains_in_bfloat16(family: str) -> None:
         pytest.skip(reason)
     ids, results = tokens(device="cuda"), []
     for name, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("attn_core:flash2", torch.bfloat16)):
-        model = build(transformers.AutoModelForCausalLM, DECODERS[family](), name, "cuda")
+        model = build(DECODERS[family](), name, device="cuda")
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
         model(ids, labels=ids).loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 
 from attn_core.call.key_ranges import contains
 from attn_core.context_parallel import one_device
-from torch_frontend import huggingface
 from torch_frontend.dispatch import in_parts
 from torch_frontend.huggingface import attention, masks, patterns
 from torch_frontend.huggingface.described_mask import DescribedMask
@@ -88,16 +85,13 @@ def test_the_attention_of_images_is_that_of_the_dense_mask(monkeypatch: pytest.M
     assert chosen and all(isinstance(each, one_device.Tiled) for each in chosen)
 
 
+@pytest.mark.usefixtures("registered")
 def test_a_model_passes_its_images() -> None:
     """As models build it: ``create_causal_mask(block_sequence_ids=)`` of a config that names our attention."""
     config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=9)
     config._attn_implementation = "attn_core"
     rows = torch.zeros(2, TOKENS, 64)
-    huggingface.register()
-    try:
-        made = masking_utils.create_causal_mask(config, rows, None, None, block_sequence_ids=IDS)
-    finally:
-        huggingface.unregister()
+    made = masking_utils.create_causal_mask(config, rows, None, None, block_sequence_ids=IDS)
     assert isinstance(made, DescribedMask) and made.visible.key_ranges is not None
 
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers_models import build
 
 from attn_core import SpecError
 from torch_frontend import huggingface
@@ -39,15 +40,8 @@ def registered() -> Iterator[None]:
 
 
 def model_of(name: str, implementation: str = "attn_core") -> Any:
-    """A small model with the same random weights for every implementation, so large that its logits are not flat."""
     config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6)
-    return model
+    return build(config, implementation, seed=3, noise=0.0)
 
 
 def settings(**changes: Any) -> Any:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
+from transformers_models import ALTERNATING, DECODER, DECODERS, build
 
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, layer_call, masks
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # for logits of size ~10 after two layers in float32
 COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
-GROUPED = COMMON | {"intermediate_size": 56, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 56}
 FAMILIES: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**GROUPED),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **GROUPED | WINDOWED, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
-    ),
+    **{name: DECODERS[name] for name in ("llama", "gpt_oss")},
     "afmoe": lambda: transformers.AfmoeConfig(
-        **GROUPED | WINDOWED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_dense_layers=2
+        **DECODER | ALTERNATING, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_dense_layers=2
     ),
     "opt": lambda: transformers.OPTConfig(**COMMON, ffn_dim=56, word_embed_proj_dim=48, dropout=0.0),
     "biogpt": lambda: transformers.BioGptConfig(**COMMON | STILL, activation_dropout=0.0, layerdrop=0.0),
@@ -39,27 +34,12 @@ FAMILIES: dict[str, Any] = {
 LENGTHS = ((6, 1, 10), (9, 8))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    yield
-    huggingface.unregister()
-
-
-def build(family: str, name: str, device: str) -> Any:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation=name).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(5) if parameter.dim() > 1 else parameter.data.add_(torch.randn_like(parameter) * 0.3)
-    return model.to(device)
-
-
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("rows", [LENGTHS, LENGTHS[:1]], ids=["two rows", "one row"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_that_restart_begin_documents(family: str, rows: Any, use_cache: bool, device: str) -> None:
     """Logits and the gradient of the embeddings, compared with each document alone through eager."""
-    eager, ours = (build(family, name, device) for name in ("eager", huggingface.NAME))
+    eager, ours = (build(FAMILIES[family](), name, factor=5.0, device=device) for name in ("eager", huggingface.NAME))
     first = 2 if family == "roberta" else 0
     positions = torch.stack([torch.cat([torch.arange(n) + first for n in lengths]) for lengths in rows]).to(device)
     ids = torch.randint(2, 97, positions.shape, generator=torch.Generator().manual_seed(1)).to(device)
@@ -135,7 +115,7 @@ def test_positions_without_documents_give_no_offsets(name: str) -> None:
 
 
 def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reads = build("llama", huggingface.NAME, "cpu"), []
+    model, reads = build(DECODERS["llama"]()), []
     plain = layer_call._read_documents
     monkeypatch.setattr(layer_call, "_read_documents", lambda *given: reads.append(given) or plain(*given))
     ids = torch.arange(2, 10)[None]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
@@ -23,6 +20,8 @@ from transformers import masking_utils
 from attn_core.errors import SpecError
 from torch_frontend import huggingface
 from torch_frontend.huggingface import masks, registration
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 OWN = {  # one of each kind: added masks, ALiBi, sparse and convolutional attention, a decoder beside an encoder
@@ -34,13 +33,6 @@ OWN = {  # one of each kind: added masks, ALiBi, sparse and convolutional attent
     "led": {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32},
     "visual_bert": SIZES,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    yield
-    huggingface.unregister()
 
 
 def llama() -> Any:

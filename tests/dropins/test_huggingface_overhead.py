@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
@@ -24,16 +22,11 @@ from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, layer_call, masks
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 PACKAGE = str(Path(torch_frontend.__file__).parent)
 ROWS, LENGTH, SLOTS = 3, 17, 64
 CAUSAL = {"mask_function": masking_utils.causal_mask_function}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    yield
-    huggingface.unregister()
 
 
 def llama(**others: Any) -> Any:

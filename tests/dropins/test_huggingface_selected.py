@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
+from transformers_models import draw_weights
 
 from attn_core.errors import ShapeError, SpecError
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, masks
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 LENGTH, NEW = 13, 4
 COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -77,29 +77,14 @@ SELECTED: dict[str, dict[str, Any]] = {
 """Changes of a configuration that select every key."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    yield
-    huggingface.unregister()
-
-
 def build(family: str, name: str, **changed: Any) -> Any:
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     config = transformers.CONFIG_MAPPING[family](**FAMILIES[family] | changed)
     kind = transformers.AutoModelForImageTextToText if "vision_config" in FAMILIES[family] else None
     torch.manual_seed(0)
-    model = (kind or transformers.AutoModelForCausalLM).from_config(config, attn_implementation=name).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * (1.5 / max(parameter[:1].numel(), 1) ** 0.5))
-            else:
-                parameter.add_(noise * 0.3)
-    return model
+    model = (kind or transformers.AutoModelForCausalLM).from_config(config, attn_implementation=name)
+    return draw_weights(model, 0.3)
 
 
 def reference(family: str, padding: bool) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
+from transformers_models import build as build_model
+
 from torch_frontend import huggingface
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 VOCABULARY, RATE = 97, 0.05
 LENGTHS = (5, 9, 3, 7, 6, 4, 8, 5)
@@ -22,20 +23,8 @@ SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermedi
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    huggingface.register()
-    yield
-    huggingface.unregister()
-
-
 def build(name: str) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
-    for parameter in model.parameters():
-        parameter.data.mul_(5) if parameter.dim() > 1 else None
-    return model
+    return build_model(transformers.LlamaConfig(**SIZES), name, factor=5.0, noise=0.0)
 
 
 def documents() -> list[list[int]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from types import SimpleNamespace
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
 import torch.distributed as dist
 import transformers
 from context_torch_scenes import error_of
 from context_torch_worker import mesh_of
-from test_huggingface import ALTERNATING, DECODER, DECODERS, VOCABULARY, build
 from transformers import masking_utils
+from transformers_models import ALTERNATING, DECODER, DECODERS, VOCABULARY, build
 
 from attn_core import SeqInfo
 from torch_frontend import huggingface
@@ -33,8 +30,7 @@ def family(name: str, **changed: Any) -> Any:
     config = DECODERS[name]()
     for key, value in changed.items():
         setattr(config, key, value)
-    kind = transformers.AutoModelForCausalLM
-    return build(kind, config, "eager"), build(kind, config)
+    return build(config, "eager"), build(config)
 
 
 def inputs(documents: tuple[int, ...] | None) -> dict[str, torch.Tensor]:
@@ -154,7 +150,7 @@ def compiled() -> float:
     before."""
     mesh = mesh_of((2,))
     config = transformers.LlamaConfig(**DECODER | {"num_hidden_layers": 1})
-    model = build(transformers.AutoModelForCausalLM, config)
+    model = build(config)
     shards = {key: shard_sequence(value, mesh) for key, value in inputs(None).items()}
     faster = torch.compile(model, backend="eager")
     with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 import transformers
 import transformers_lists as lists
 from transformers.models.auto import modeling_auto
+from transformers_models import draw_weights
 
 from attn_core.errors import SpecError
 
@@ -137,15 +138,7 @@ def model(kind: str, name: str, implementation: str) -> Any:
     if size > LARGEST:
         raise Unbuildable(f"{size} parameters")
     torch.manual_seed(0)
-    made = build._from_config(configured(kind, name, build), attn_implementation=implementation).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * (1.5 / max(parameter[:1].numel(), 1) ** 0.5))
-            else:
-                parameter.add_(noise * 0.1)
+    made = draw_weights(build._from_config(configured(kind, name, build), attn_implementation=implementation), 0.1)
     return made.double() if name in lists.DOUBLE else made
 
 
