@@ -15,9 +15,8 @@ torch = pytest.importorskip("torch")
 from callers_view import callers_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learned_functions import FUNCTIONS, SIZES, call_of
 from oracle_cases import FEATURES, Case, fill, make
-from spec_strategies import Call, make_call
+from spec_strategies import LEARNED, LEARNED_SIZES, Call, learned_call, make_call
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.flex import (
@@ -390,14 +389,14 @@ def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[
 
 @needs_no_gpu
 @pytest.mark.parametrize("most", [0, learned.MOST_COPIES], ids=["no copies", "copies"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", LEARNED)
 def test_gradients_of_arrays_match_the_reference(
     name: str, most: int, standing_in: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learned, "MOST_COPIES", most)
     learned.read_alone.cache_clear()
     flex_cuda._signature.cache_clear()
-    call = call_of(name, dtype="float32", aux_dtype="float32", causal=True, softcap=2.0, sinks=True)
+    call = learned_call(name, dtype="float32", aux_dtype="float32", causal=True, softcap=2.0, sinks=True)
     assert not list(unmet_claims(flex_cuda.BACKWARD, call.spec, "sm90"))
     verdict = judged(call, tensors(call.inputs, torch.float32))
     assert verdict.ok, verdict
@@ -406,7 +405,7 @@ def test_gradients_of_arrays_match_the_reference(
 @needs_no_gpu
 def test_a_wrong_gradient_of_an_array_is_noticed(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head's gradient goes to the next head."""
-    call = call_of("relative bias", dtype="float32", aux_dtype="float32")
+    call = learned_call("relative bias", dtype="float32", aux_dtype="float32")
     real = learned.summed
     rolled = lambda spec, arrays, parts, bad: real(spec, arrays, [part.roll(1, 0) for part in parts], bad)  # noqa: E731
     monkeypatch.setattr(learned, "summed", rolled)
@@ -415,18 +414,18 @@ def test_a_wrong_gradient_of_an_array_is_noticed(standing_in: list[Any], monkeyp
 
 def test_every_lookup_has_an_array_of_its_own() -> None:
     learned.read_alone.cache_clear()
-    both, slopes = (learned.read_alone(call_of(name).spec) for name in ("two arrays", "learned slopes"))
+    both, slopes = (learned.read_alone(learned_call(name).spec) for name in ("two arrays", "learned slopes"))
     assert both.numbers == (0, 1, 0) and both.by_key == (False, False, False)
     assert slopes.by_key == (True,) and str(slopes.tree) == "score - (aux1[h, k] * to_float(abs((q - k))))"
-    assert learned.read_alone(call_of("not read").spec).numbers == ()  # 0.0 * ... does not read it
+    assert learned.read_alone(learned_call("not read").spec).numbers == ()  # 0.0 * ... does not read it
 
 
 @needs_no_gpu
 def test_a_bad_number_in_a_document_reaches_the_gradients_of_arrays(standing_in: list[Any]) -> None:
     """The kernel gets 0 in its place, and the gradient of an array is a sum over all documents."""
-    function, shapes = FUNCTIONS["learned slopes"]
+    function, shapes = LEARNED["learned slopes"]
     aux = tuple(Aux(shape, "bfloat16") for shape in shapes)
-    sizes = {key: value for key, value in SIZES.items() if key not in ("batch", "q_len", "kv_len", "dtype")}
+    sizes = {key: value for key, value in LEARNED_SIZES.items() if key not in ("batch", "q_len", "kv_len", "dtype")}
     call = make_call(4, ((3, 4), (3, 4)), **sizes, dtype="float32", score_mod=trace_score(function, aux).tree, aux=aux)
     call = replace(call, spec=replace(call.spec, aux_gradients=(0,)))
     inputs = tensors(call.inputs, torch.float32)._replace(aux0=torch.ones(4, dtype=torch.bfloat16))

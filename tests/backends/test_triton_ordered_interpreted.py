@@ -13,15 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
-import same_bits_pages
+import same_bits_calls
 import triton_interpreter
 from both_frontends import _numpy
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from in_order import ALL, NONE, SMALL, make_small, packed_of
 from other_process import OtherProcess
-from same_bits_calls import Kind, differing
-from spec_strategies import Call, make_call
+from same_bits_calls import Kind, differing, packed_of
+from spec_strategies import MISREAD, Call, make_call, misread
+from triton_interpreter import ALL, NONE, SMALL, make_small
 
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import Order, Tiles
@@ -181,18 +181,10 @@ def test_any_call(data: Any) -> None:
     assert verdict.ok, f"{call}\n{verdict}"
 
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "a window one wider": {"window": (18, 5)},
-    "the other alignment": {"alignment": "top_left"},
-    "a scale one percent off": {"scale": 1.01},
-    "another softcap": {"softcap": 1.6},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MISREAD)
 def test_faults_are_caught(fault: str) -> None:
     call = make_call(**{**CASES["window"], "scale": 1.0, "softcap": 1.5})
-    wrong = judged(call, computed(call, replace(call.spec, **FAULTS[fault])))
+    wrong = judged(call, computed(call, misread(call, fault).spec))
     assert not wrong.ok
     assert not next(each for each in wrong.quantities if each.name == "dk").use <= 1
 
@@ -279,7 +271,7 @@ OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
 
 def both(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
     """The results of a call on pages, which are those of the same keys as packed documents."""
-    paged, packed = same_bits_pages.as_tensors(spec, inputs, "cpu"), packed_of(spec, inputs)
+    paged, packed = same_bits_calls.as_tensors(spec, inputs, "cpu"), packed_of(spec, inputs)
     order.how.cache_clear()
     one = [_numpy(each) for each in triton_splitkv.forward(spec, paged)]
     kinds = {name: spec.dtype for name in "qkv"} | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "int32")
@@ -298,7 +290,7 @@ def check_pages(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ..
         heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
         patch.setattr(order, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
         kind = Kind("torch", "triton_ordered", "prefix", heads, "float16", options)
-        same_bits_pages.check(kind, both, data.draw, lengths, (1, 16, 64))
+        same_bits_calls.check(kind, both, data.draw, lengths, (1, 16, 64))
 
     draws()
 
@@ -356,7 +348,7 @@ def check_gradients(patch: pytest.MonkeyPatch, examples: int, **how: Any) -> Non
         length, number = data.draw(st.sampled_from((5, 40, 70))), st.integers(0, 2**31)
 
         def others(*lengths: int) -> list[dict[str, np.ndarray]]:
-            return [same_bits_pages.document(kind, data.draw(number), each, each) for each in lengths]
+            return [same_bits_calls.document(kind, data.draw(number), each, each) for each in lengths]
 
         (subject,) = others(length)
         alone = in_call(kind, [subject], True)[0]
@@ -382,7 +374,7 @@ def test_tiles_of_gradients_that_the_batch_chooses_are_caught(exact: pytest.Monk
         return Tile(keys, 32, 1, 1), Tile(32, keys, 1, 1)
 
     kind = Kind("torch", "triton_ordered", "prefix", (2, 1), "float16", ())
-    subject, other = (same_bits_pages.document(kind, seed, 60, 60) for seed in (1, 2))
+    subject, other = (same_bits_calls.document(kind, seed, 60, 60) for seed in (1, 2))
     for tiles, caught in ((launches.tiles, set()), (by_the_batch, {"dq", "dk", "dv"})):
         exact.setattr(launches, "tiles", tiles)
         alone, among = in_call(kind, [subject], True)[0], in_call(kind, [other, subject], True)[1]

@@ -220,7 +220,7 @@ def test_a_campaign_writes_its_counts_and_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "campaign.json"
-    options = ["--minutes", "0.03", "--device", "cpu", "--only", "torch attention, heads", "--json", str(path)]
+    options = ["--minutes", "0.005", "--device", "cpu", "--only", "torch attention, heads", "--json", str(path)]
     assert main([*options, "--seed", "7"]) == 0
     first = json.loads(path.read_text())
     assert first["calls"] > 0 and first["faults"] == [] and first["next"] > 0
@@ -287,7 +287,7 @@ def test_a_process_that_dies_is_started_again_and_its_case_is_a_fault(tmp_path: 
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_processes(run, 2, 400.0, path, False, kill_one)
+        run_in_processes(run, 1, 400.0, path, False, kill_one)
     assert killed[0].exitcode == -SIGKILL
     assert [fault["fault"] for fault in run.state["faults"]] == ["the process died"]
     assert json.loads(path.read_text()) == run.state

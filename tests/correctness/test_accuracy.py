@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,67 +94,44 @@ def test_the_rounding_of_float32_beside_a_large_bias_or_slope_is_allowed(feature
 # Planted faults fail
 
 LONG = {"batch": 1, "q_len": 61, "kv_len": 67, "num_heads": 6, "num_kv_heads": 2, "head_dim": 31, "value_dim": 29}
-DOCUMENTS = {**LONG, "q_len": 59, "kv_len": 73, "documents": 3}
+DOCUMENTS = {**LONG, "q_len": 59, "kv_len": 73, "documents": 3, "causal": True}
 
 
-def window_too_wide(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "causal": True, "window": (12, 0)}, dtype)
-    return case, altered(case, window=(13, 0))
+def offsets(*lengths: int) -> np.ndarray:
+    return SeqInfo.from_lengths(lengths).cu_seqlens_q
 
 
-def window_too_narrow(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "window": (12, 5)}, dtype)
-    return case, altered(case, window=(12, 4))
+def reading(case: Case, **inputs: np.ndarray) -> Case:
+    """The case with other inputs."""
+    return case._replace(inputs=case.inputs._replace(**inputs))
 
 
-def flipped_alignment(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "causal": True}, dtype)
-    return case, altered(case, alignment="top_left")
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[Case], Case]]] = {
+    "window too wide": ({**LONG, "causal": True, "window": (12, 0)}, partial(altered, window=(13, 0))),
+    "window too narrow": ({**LONG, "window": (12, 5)}, partial(altered, window=(12, 4))),
+    "flipped alignment": ({**LONG, "causal": True}, partial(altered, alignment="top_left")),
+    "larger scale": ({**LONG, "scale": 0.25}, partial(altered, scale=0.2525)),
+    "forgotten softcap": ({**LONG, "softcap": 5.0}, partial(altered, softcap=None)),
+    "alibi from the wrong end": ({**LONG, "alibi_shape": (6,)}, partial(altered, alignment="top_left")),
+    "forgotten sinks": ({**LONG, "sinks": True}, partial(reading, sinks=np.full(6, -np.inf))),
+    "boundary off by one": (DOCUMENTS, partial(reading, cu_seqlens_q=offsets(17, 20, 22))),
+    "key boundary off by one": (DOCUMENTS, partial(reading, cu_seqlens_k=offsets(19, 24, 30))),
+}
+"""A call's features, and the call that a faulty kernel computes."""
 
 
-def larger_scale(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "scale": 0.25}, dtype)
-    return case, altered(case, scale=0.2525)
-
-
-def forgotten_softcap(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "softcap": 5.0}, dtype)
-    return case, altered(case, softcap=None)
-
-
-def boundary_off_by_one(dtype: str) -> tuple[Case, Case]:
-    spec = AttentionSpec(**{**DOCUMENTS, "dtype": dtype, "causal": True})
-    case = fill(spec, 0, [17, 19, 23], [19, 23, 31])
-    moved = SeqInfo.from_lengths([17, 20, 22], [19, 23, 31])
-    return case, case._replace(inputs=case.inputs._replace(cu_seqlens_q=moved.cu_seqlens_q))
-
-
-def key_boundary_off_by_one(dtype: str) -> tuple[Case, Case]:
-    case, _ = boundary_off_by_one(dtype)
-    moved = SeqInfo.from_lengths([17, 19, 23], [19, 24, 30])
-    return case, case._replace(inputs=case.inputs._replace(cu_seqlens_k=moved.cu_seqlens_k))
-
-
-def forgotten_sinks(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "sinks": True}, dtype)
-    return case, case._replace(inputs=case.inputs._replace(sinks=np.full(6, -np.inf)))
-
-
-def alibi_from_the_wrong_end(dtype: str) -> tuple[Case, Case]:
-    case = make({**LONG, "alibi_shape": (6,)}, dtype)
-    return case, altered(case, alignment="top_left")
-
-
-FAULTS = (
-    *(window_too_wide, window_too_narrow, flipped_alignment, larger_scale, forgotten_softcap, boundary_off_by_one),
-    *(key_boundary_off_by_one, forgotten_sinks, alibi_from_the_wrong_end),
-)
+def planted(fault: str, dtype: str) -> tuple[Case, Case]:
+    """A call, and the call that a kernel with a fault computes."""
+    features, wrong = FAULTS[fault]
+    lengths = ([17, 19, 23], [19, 23, 31]) if features is DOCUMENTS else ()
+    case = fill(AttentionSpec(**features, dtype=dtype), 0, *lengths)
+    return case, wrong(case)
 
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_fails_in_the_output_in_the_lse_and_in_the_gradients(fault, dtype):
-    truth, faulty = fault(dtype)
+    truth, faulty = planted(fault, dtype)
     assert judge(truth, truth).ok
     result = judge(truth, faulty)
     # A gradient in half precision may itself lose a few percent, so the output and the log-sum-exp are the judges
@@ -337,9 +317,9 @@ def test_the_probe_needs_no_particular_value_dim(value_dim):
     assert probe.differences(run(probe)) == []
 
 
-@pytest.mark.parametrize("fault", [window_too_wide, window_too_narrow, flipped_alignment, boundary_off_by_one])
+@pytest.mark.parametrize("fault", [*list(FAULTS)[:3], "boundary off by one"])
 def test_the_probe_lists_the_pairs_that_a_fault_shows_or_hides(fault):
-    truth, faulty = fault("float32")
+    truth, faulty = planted(fault, "float32")
     right, wrong = probe_of(truth), probe_of(faulty)
     outs = [reference.forward(faulty.spec, inputs)[0] for inputs in wrong.inputs()]
     actual = right.differences(outs)

@@ -182,7 +182,9 @@ def test_automatic_choice(framework: str, device: str) -> None:
         call = call if learns else call.inference
         selection = explain(call.spec, target(framework, device))
         assert selection.backend is not None, str(selection)
-        verdict = judge(framework, call, run(framework, call, None, device), device)
+        # XLA compiles each call anew, which takes most of the time: every fourth one as users have it.
+        results = run(framework, call, None, device, rounding_matters=call.seed % 4 == 0)
+        verdict = judge(framework, call, results, device)
         assert verdict.ok, f"{selection.backend} in {framework}: {call}\n{verdict}"
 
     every_call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-import forward_mode_reference as forward_mode
+import forward_mode
 import jax
 import jax.numpy as jnp
 import torch
@@ -22,14 +21,15 @@ from both_frontends import (
     judged,
     module_on,
     number_of_draws,
+    run_forward_mode,
     same_bits,
     target,
 )
-from forward_mode_calls import NAMES, in_forward_mode, judge, run, tangents_of
+from forward_mode import NAMES, in_forward_mode, judge, tangents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, make
-from spec_strategies import Call, calls, corners, few_numbers, make_call
+from spec_strategies import MISREAD, Call, calls, corners, few_numbers, make_call, misread
 
 import jax_frontend
 import torch_frontend
@@ -73,7 +73,7 @@ def conforms(framework: str, call: Call, names: tuple[str, ...], backend: str | 
     choice = selection.choose(call.spec, target(framework, device), requested)
     if choice.backend is None or not any(each is not None for each in tangents):
         return False
-    results = run(framework, call, tangents, backend, device)
+    results = run_forward_mode(framework, call, tangents, backend, device)
     inputs = call.inputs._replace(rng=dropout_words(framework, call, device))
     verdict = judge(call, tangents, results, inputs)
     assert verdict.ok, f"{choice} in {framework}: {call}, tangents of {names}\n{verdict}"
@@ -116,25 +116,16 @@ def test_torch_and_jax_give_equal_bits(fields: dict[str, Any]) -> None:
     """For one backend, through the bridge."""
     call = in_forward_mode(make_call(**fields))
     tangents = tangents_of(call)
-    both = [run(framework, call, tangents, "math") for framework in FRAMEWORKS]
+    both = [run_forward_mode(framework, call, tangents, "math") for framework in FRAMEWORKS]
     assert judge(call, tangents, both[0]).ok and same_bits(*both) == []
 
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "a window one wider": {"window": (3, 1)},
-    "the other alignment": {"alignment": "top_left"},
-    "a scale one percent off": {"scale": 1.01},
-    "another softcap": {"softcap": 1.52},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MISREAD)
 def test_faults_are_caught(fault: str) -> None:
     call = in_forward_mode(make_call(**PLAIN, window=(2, 1), softcap=1.5, scale=1.0))
     tangents = tangents_of(call)
-    assert judge(call, tangents, run("torch", call, tangents, "math")).ok
-    other = replace(call, spec=replace(call.spec, **FAULTS[fault]), window=FAULTS[fault].get("window", call.window))
-    verdict = judge(call, tangents, run("torch", other, tangents, "math"))
+    assert judge(call, tangents, run_forward_mode("torch", call, tangents, "math")).ok
+    verdict = judge(call, tangents, run_forward_mode("torch", misread(call, fault), tangents, "math"))
     assert verdict["dout"].use > 1 and verdict["dlse"].use > 1
 
 
@@ -142,7 +133,7 @@ def test_faults_are_caught(fault: str) -> None:
 def test_a_forgotten_tangent_is_caught(name: str) -> None:
     call = in_forward_mode(make_call(**PLAIN, causal=True, sinks=True))
     tangents = tangents_of(call)
-    results = run("torch", call, tangents._replace(**{name: None}), "math")
+    results = run_forward_mode("torch", call, tangents._replace(**{name: None}), "math")
     assert not judge(call, tangents, results).ok
 
 

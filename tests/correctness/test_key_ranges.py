@@ -12,9 +12,13 @@ pytest.importorskip("torch")
 pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
-from both_frontends import FRAMEWORKS, judge, run, same_bits
+import torch
+from both_frontends import FRAMEWORKS, attend, judge, run, same_bits
+from frameworks import BOTH, Framework, as_numpy
 from spec_strategies import Call, make_call
 
+import jax_frontend
+import torch_frontend
 from attn_core import (
     AttentionSpec,
     CheckWarning,
@@ -152,8 +156,6 @@ def long_spec(**fields: Any) -> AttentionSpec:
 
 
 def test_torch_reads_no_more_keys_than_a_block_sees() -> None:
-    import torch
-
     q = torch.zeros(1, LONG, 1, 8)
     ranges = torch.from_numpy(masks.documents([512] * (LONG // 512)))
     read = [
@@ -207,26 +209,11 @@ def test_values_on_the_host_are_checked(framework: str) -> None:
         ranges[1, 2, 7, 1] = (value, TOKENS + 1)
         bad = replace(good, inputs=good.inputs._replace(key_ranges=ranges))
         with pytest.raises(ValueError, match=f"{text}.*key 7 \\(batch row 1, kv head 2, range 1\\)"):
-            _eager(framework, bad)
-
-
-def _eager(framework: str, call: Call) -> None:
-    import torch
-
-    import jax_frontend
-    import torch_frontend
-
-    arrays = {name: call.arrays()[name].astype(call.dtype_of(name)) for name in ("q", "k", "v", "key_ranges")}
-    if framework == "torch":
-        torch_frontend.attention(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-    else:
-        jax_frontend.attention(**{name: jnp.asarray(array) for name, array in arrays.items()})
+            attend(framework, bad.inference)
 
 
 def test_wrong_values_on_a_device_only_hide_keys() -> None:
     """Traced values are compared and never used as an index."""
-    import jax_frontend
-
     call = make_call(11, **SIZES, key_ranges_shape=(2, 3, TOKENS, 2, 2))
     wrong = call.inputs.key_ranges.copy()
     wrong[:, :, ::2] = [[-(2**31), 2**31 - 1], [2**31 - 1, -(2**31)]]
@@ -239,10 +226,6 @@ def test_wrong_values_on_a_device_only_hide_keys() -> None:
 
 def test_seq_info_and_ranges_count_queries_in_the_whole_row() -> None:
     """Two documents; the ranges show each key of the second one to the last query alone."""
-    import torch
-
-    import torch_frontend
-
     ranges = np.zeros((1, 1, 7, 1, 2), np.int32)
     ranges[0, 0, :3, 0], ranges[0, 0, 3:, 0] = (0, 7), (6, 7)
     q = torch.zeros(7, 1, 8)
@@ -268,59 +251,43 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("as_numpy", [True, False])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("in_numpy", [True, False])
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_key_ranges_are_named(name: str, framework: str, as_numpy: bool) -> None:
-    import torch
-
-    import jax_frontend
-    import torch_frontend
-
+def test_bad_key_ranges_are_named(name: str, framework: Framework, in_numpy: bool) -> None:
     given, error, message = BAD[name]
-    frontend, convert = {"torch": (torch_frontend, torch.from_numpy), "jax": (jax_frontend, jnp.asarray)}[framework]
-    if not as_numpy and isinstance(given, np.ndarray):
-        given = convert(given)
-    q, k = (convert(np.zeros((2, TOKENS, heads, 5), np.float32)) for heads in (6, 3))
-    for function in (frontend.attention, frontend.explain):
+    if not in_numpy and isinstance(given, np.ndarray):
+        given = framework.array(given)
+    q, k = (framework.zeros(2, TOKENS, heads, 5) for heads in (6, 3))
+    for function in (framework.frontend.attention, framework.frontend.explain):
         with pytest.raises(error, match=message):
             function(q, k, k, key_ranges=given)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_named_backend_runs_ranges_in_arrays_in_parts(framework: str, learned: bool) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_named_backend_runs_ranges_in_arrays_in_parts(framework: Framework) -> None:
     """As it runs numpy's: the values of a framework's own arrays on a CPU can be read, too."""
-    import torch
+    arrays = {"q": np.random.default_rng(0).standard_normal((1, 12, 2, 8), np.float32)}
+    q, ranges = framework.array(arrays["q"]), masks.documents([4, 8])
 
-    import jax_frontend
-    import torch_frontend
+    def run(ranges: Any, backend: str) -> list[np.ndarray]:
+        """The output of a call without gradients, then that of one with them, squared, and the gradient."""
 
-    frontend, convert = {"torch": (torch_frontend, torch.from_numpy), "jax": (jax_frontend, jnp.asarray)}[framework]
-    q = convert(np.random.default_rng(0).standard_normal((1, 12, 2, 8), np.float32))
-    ranges = masks.documents([4, 8])
+        def attention(q: Any) -> Any:
+            return framework.frontend.attention(q, q, q, key_ranges=ranges, backend=backend)
 
-    def run(q: Any, ranges: Any, backend: str) -> Any:
-        return frontend.attention(q, q, q, key_ranges=ranges, backend=backend)
+        trained = framework.gradients(lambda q: attention(q) ** 2, arrays, np.ones(q.shape, np.float32))
+        return [as_numpy(attention(q)), *trained]
 
-    def gradient(*arguments: Any) -> Any:
-        if framework == "jax":
-            return jax.grad(lambda q: (run(q, *arguments) ** 2).sum())(q)
-        leaf = q.clone().requires_grad_()
-        return torch.autograd.grad((run(leaf, *arguments) ** 2).sum(), leaf)[0]
-
-    function = gradient if learned else lambda *arguments: run(q, *arguments)
-    result = np.asarray(function(convert(ranges), "sdpa_flash"))
-    assert np.array_equal(result, np.asarray(function(ranges, "sdpa_flash")))
-    np.testing.assert_allclose(result, np.asarray(function(ranges, "math")), rtol=1e-4, atol=1e-5)
-    assert "parts:" in str(frontend.explain(q, q, q, key_ranges=convert(ranges), backend="sdpa_flash"))
+    own = framework.array(ranges)
+    results = run(own, "sdpa_flash")
+    assert all(map(np.array_equal, results, run(ranges, "sdpa_flash")))
+    for one, other in zip(results, run(ranges, "math"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert "parts:" in str(framework.frontend.explain(q, q, q, key_ranges=own, backend="sdpa_flash"))
 
 
 def test_ranges_on_another_device_are_named() -> None:
-    import torch
-
-    import torch_frontend
-
     q = torch.zeros(1, TOKENS, 1, 8)
     elsewhere = torch.zeros(1, 1, TOKENS, 1, 2, dtype=torch.int32, device="meta")
     with pytest.raises(DeviceError, match=r"key_ranges: expected the device of q \(cpu\), got meta"):
@@ -328,8 +295,6 @@ def test_ranges_on_another_device_are_named() -> None:
 
 
 def test_a_program_traced_under_checks_warns_of_wrong_ranges() -> None:
-    import jax_frontend
-
     q = jnp.zeros((1, TOKENS, 1, 8))
     wrong = jnp.full((1, 1, TOKENS, 1, 2), TOKENS + 1, jnp.int32)
     with checks(True):
@@ -340,10 +305,6 @@ def test_a_program_traced_under_checks_warns_of_wrong_ranges() -> None:
 
 
 def test_nested_tensors_refuse_key_ranges() -> None:
-    import torch
-
-    import torch_frontend
-
     rows = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(2, 1, 8)], layout=torch.jagged)
     with pytest.raises(SpecError, match="key_ranges: expected None with nested q, k and v"):
         torch_frontend.attention(rows, rows, rows, key_ranges=np.zeros((1, 1, 5, 1, 2), np.int32))

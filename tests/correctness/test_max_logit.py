@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import row_maximum_reference as row_maximum
 import torch
-from both_frontends import FRAMEWORKS, _jax_arrays, _jax_info, _jax_on, _numpy, _torch_arrays, _torch_info
+from both_frontends import FRAMEWORKS, attend
 from hypothesis import given, settings
-from spec_strategies import Call, calls, corners, make_call
+from spec_strategies import MISREAD, Call, calls, corners, make_call, misread
 from torch.utils.flop_counter import FlopCounterMode
 
 import attn_core
@@ -25,7 +25,6 @@ from attn_core import SeqInfo, SpecError, Target, backends
 from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.programs import triton_programs
-from attn_core.cli.trial import as_keywords
 from attn_core.selection import row_maximum as choice
 from jax_frontend.dispatch import max_logit
 
@@ -40,15 +39,7 @@ FRONTENDS = {"torch": torch_frontend, "jax": jax_frontend}
 
 def run(framework: str, call: Call, *, device: str = "cpu", **options: Any) -> list[np.ndarray]:
     """The results of ``attention``, with ``return_max_logit`` unless the options say otherwise."""
-    options = call.options | {"return_max_logit": True} | options
-    if framework == "torch":
-        arrays, _ = _torch_arrays(call, device)
-        results = torch_frontend.attention(**as_keywords(arrays), **options, **_torch_info(call, device))
-        return [_numpy(each) for each in (results if isinstance(results, tuple) else (results,))]
-    with _jax_on(call, device):
-        info, key = _jax_info(call)
-        results = jax_frontend.attention(**as_keywords(_jax_arrays(call)), **options, seq_info=info, dropout_rng=key)
-        return [np.asarray(each) for each in (results if isinstance(results, tuple) else (results,))]
+    return attend(framework, call, device, **{"return_max_logit": True} | options)
 
 
 def check(framework: str, call: Call, device: str = "cpu") -> None:
@@ -117,22 +108,13 @@ def test_xla_launches_the_pass_without_python() -> None:
     assert triton_programs.TARGET in program.as_text()
 
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "a window one wider": {"window": (3, 1)},
-    "the other alignment": {"alignment": "top_left"},
-    "a scale one percent off": {"scale": 1.01},
-    "another softcap": {"softcap": 1.52},
-}
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_faults_are_caught(framework: str) -> None:
     call = make_call(**PLAIN, window=(2, 1), softcap=1.5, scale=1.0)
     truth = row_maximum.max_logit(call.spec, call.inputs)
     assert row_maximum.is_right(run(framework, call)[-1], *truth)
-    for fault, fields in FAULTS.items():
-        other = replace(call, spec=replace(call.spec, **fields), window=fields.get("window", call.window))
-        assert not row_maximum.is_right(run(framework, other)[-1], *truth), fault
+    for fault in MISREAD:
+        assert not row_maximum.is_right(run(framework, misread(call, fault))[-1], *truth), fault
 
 
 def arrays(framework: str) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-from both_frontends import FRAMEWORKS, Results, claimed, judge, judged, module_on, only, run, target
+from both_frontends import FRAMEWORKS, Results, claimed, judge, judged, module_on, only, run, same_bits, target
 from spec_strategies import Call, make_call
 
 from attn_core import explain
@@ -77,7 +77,7 @@ def changed(backend: str, device: str, one: Results, other: Results) -> list[str
     kept = device == "cpu" or needs_deterministic(backend, device)
     loose = [] if kept else [name for name in one if name.startswith("d")]
     wrong = [name for name in loose if not np.allclose(*(x[name].astype(np.float64) for x in (one, other)), atol=0.03)]
-    return wrong + [name for name in differing(one, other) if name not in loose]
+    return wrong + [name for name in same_bits(one, other) if name not in loose]
 
 
 def poisoned(call: Call, value: float, names: tuple[str, ...], rows: slice, keys: slice) -> Call:
@@ -103,10 +103,6 @@ def untouched(call: Call, results: Results) -> Results:
     parts |= {"dq": np.s_[rows:], "dk": np.s_[keys:], "dv": np.s_[keys:]}
     parts["dbias"] = np.s_[:, :, rows:] if spec.packed else np.s_[1:]
     return {name: np.ascontiguousarray(array[parts[name]]) for name, array in results.items() if name in parts}
-
-
-def differing(one: Results, other: Results) -> list[str]:
-    return [name for name in one if one[name].tobytes() != other[name].tobytes()]
 
 
 @pytest.mark.on_gpus(only=lambda case, **_: case not in ("rows", "documents", "rows, bfloat16"))  # others have more
@@ -244,7 +240,7 @@ def test_nan_in_a_key_reaches_only_rows_that_see_it_on_the_automatic_choice_on_a
     for name in ("out", "dq"):
         assert np.isnan(broken[name][1, seen]).all()
         np.testing.assert_allclose(broken[name][1, ~seen], clean[name][1, ~seen], rtol=1e-4, atol=1e-5)
-        assert differing({name: clean[name][[0, 2]]}, {name: broken[name][[0, 2]]}) == []
+        assert same_bits({name: clean[name][[0, 2]]}, {name: broken[name][[0, 2]]}) == []
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

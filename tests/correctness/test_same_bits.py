@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-import same_bits_pages
+import same_bits_calls
 from both_frontends import module_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -258,7 +258,7 @@ PAGED_KINDS = (
 """Heads, dtype, options and width. Few, because each takes several kernels to compile."""
 
 
-def check_pages(run: same_bits_pages.Run, **how: Any) -> None:
+def check_pages(run: same_bits_calls.Run, **how: Any) -> None:
     """Cuts, neighbours, pages, padding on the left, declared maxima and decoding, on a GPU; shares have 1024 keys."""
 
     @settings(few(), **how)
@@ -266,20 +266,20 @@ def check_pages(run: same_bits_pages.Run, **how: Any) -> None:
     def draws(data: st.DataObject) -> None:
         heads, dtype, options, dim = data.draw(st.sampled_from(PAGED_KINDS))
         kind = Kind("torch", "triton_splitkv", "prefix", heads, dtype, OPTIONS[options], "cuda", dim)
-        same_bits_pages.check(kind, run, data.draw, (2, 65, 300, 1500, 3000), (1, 16))
+        same_bits_calls.check(kind, run, data.draw, (2, 65, 300, 1500, 3000), (1, 16))
 
     draws()
 
 
 @pytest.mark.cuda
 def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_on_a_gpu() -> None:
-    check_pages(same_bits_pages.on_a_gpu)
+    check_pages(same_bits_calls.on_a_gpu)
 
 
 @pytest.mark.cuda
 def test_packed_documents_have_the_bits_of_pages_on_a_gpu() -> None:
     """In every cut and scene of a draw, the same call on pages and as packed documents; shares have 1024 keys."""
-    check_pages(same_bits_pages.as_packed_and_in_pages)
+    check_pages(same_bits_calls.as_packed_and_in_pages)
 
 
 @pytest.mark.cuda
@@ -292,7 +292,7 @@ def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.M
     order.how.cache_clear()
     try:
         with pytest.raises(AssertionError, match=r"queries \d+ to|token \d+"):
-            check_pages(same_bits_pages.on_a_gpu, phases=[Phase.generate])
+            check_pages(same_bits_calls.on_a_gpu, phases=[Phase.generate])
     finally:
         order.how.cache_clear()
 

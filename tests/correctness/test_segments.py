@@ -15,6 +15,7 @@ import cpu_meshes
 import jax
 import jax.numpy as jnp
 import torch
+from frameworks import BOTH, JAX, Framework, as_numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,32 +31,25 @@ TENSORS = [
     np.random.default_rng(seed).normal(size=(BATCH, length, heads, 8)).astype(np.float32)
     for seed, length, heads in ((0, Q_LEN, 4), (1, KV_LEN, 2), (2, KV_LEN, 2))
 ]
-FRAMEWORKS = ("torch", "jax")
 
 
 def ids(seed: int, length: int, rows: int = BATCH, most: int = 3) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, most, (rows, length), np.int32)
 
 
-def run(framework: str, tensors: Any, **keywords: Any) -> np.ndarray:
+def run(framework: Framework, tensors: Any, **keywords: Any) -> np.ndarray:
     """Returns attention's output as numpy. Arrays in the keywords become the framework's own."""
-    if framework == "jax":
-        return np.asarray(jax_frontend.attention(*map(jnp.asarray, tensors), **_arrays(keywords, jnp.asarray)))
-    return torch_frontend.attention(*map(torch.from_numpy, tensors), **_arrays(keywords, torch.from_numpy)).numpy()
+    return as_numpy(framework.frontend.attention(*map(framework.array, tensors), **framework.arrays(keywords)))
 
 
-def _arrays(keywords: dict[str, Any], convert: Any) -> dict[str, Any]:
-    return {name: convert(value) if isinstance(value, np.ndarray) else value for name, value in keywords.items()}
-
-
-def by_mask(framework: str, tensors: Any, mask: np.ndarray) -> np.ndarray:
+def by_mask(framework: Framework, tensors: Any, mask: np.ndarray) -> np.ndarray:
     return run(framework, tensors, mask=mask[:, None], backend="math")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_segments_and_positions_match_the_mask_of_all_pairs(framework: str, data: Any) -> None:
+def test_segments_and_positions_match_the_mask_of_all_pairs(framework: Framework, data: Any) -> None:
     """Drawn ids come back later and have equal neighbours; drawn positions are in any order."""
     numbers = st.integers(-2, 3)
     row = lambda length: st.lists(numbers, min_size=length, max_size=length)  # noqa: E731
@@ -75,24 +69,23 @@ def test_segments_and_positions_match_the_mask_of_all_pairs(framework: str, data
         distance = keywords["q_positions"][:, :, None] - keywords["kv_positions"][:, None]
     visible &= (left is None) | (distance <= (left or 0))
     visible &= distance >= -(0 if causal else KV_LEN + 9 if right is None else right)
-    backend = data.draw(st.sampled_from(["math", "jax_xla"] if framework == "jax" else ["math", None]))
+    backend = data.draw(st.sampled_from(["math", "jax_xla"] if framework is JAX else ["math", None]))
     result = run(framework, TENSORS, **keywords, backend=backend)
     np.testing.assert_allclose(result, by_mask(framework, TENSORS, visible), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_ids_of_queries_are_those_of_keys_if_these_are_left_out(framework: str) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_ids_of_queries_are_those_of_keys_if_these_are_left_out(framework: Framework) -> None:
     tensors, numbers = [TENSORS[1].repeat(2, 2), *TENSORS[1:]], ids(5, KV_LEN)
     result = run(framework, tensors, q_segment_ids=numbers, causal=True)
     visible = (numbers[:, :, None] == numbers[:, None]) & np.tri(KV_LEN, dtype=bool)
     np.testing.assert_allclose(result, by_mask(framework, tensors, visible), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_mask_function_and_its_arrays_hold_beside_segments(framework: str) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_mask_function_and_its_arrays_hold_beside_segments(framework: Framework) -> None:
     allowed, marks = ids(7, KV_LEN, 1)[0] > 0, ids(8, Q_LEN, 1)[0]
-    convert = jnp.asarray if framework == "jax" else torch.from_numpy
-    captured = convert(allowed)
+    captured, given = framework.array(allowed), framework.array(marks)
 
     def mask_mod(b: Any, h: Any, q: Any, k: Any, marks: Any) -> Any:
         return lookup(captured, k) | (marks[q] == 1)
@@ -100,9 +93,9 @@ def test_a_mask_function_and_its_arrays_hold_beside_segments(framework: str) -> 
     keywords = {"q_segment_ids": ids(5, Q_LEN), "kv_segment_ids": ids(6, KV_LEN)}
     visible = keywords["q_segment_ids"][:, :, None] == keywords["kv_segment_ids"][:, None]
     visible = visible & (allowed | (marks[:, None] == 1))
-    traced = trace_mask(mask_mod, (convert(marks),))
+    traced = trace_mask(mask_mod, (given,))
     for function in (mask_mod, traced):
-        result = run(framework, TENSORS, **keywords, mask_mod=function, aux=(convert(marks),))
+        result = run(framework, TENSORS, **keywords, mask_mod=function, aux=(given,))
         np.testing.assert_allclose(result, by_mask(framework, TENSORS, visible), rtol=2e-5, atol=2e-6)
 
 
@@ -123,22 +116,21 @@ def test_an_array_of_another_function_keeps_its_number() -> None:
     np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_heads_first_and_gradients(framework: str) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_heads_first_and_gradients(framework: Framework) -> None:
     numbers = {"q_segment_ids": ids(5, Q_LEN), "kv_segment_ids": ids(6, KV_LEN)}
     mask = (numbers["q_segment_ids"][:, :, None] == numbers["kv_segment_ids"][:, None])[:, None]
     first = [array.swapaxes(1, 2).copy() for array in TENSORS]
     assert (run(framework, first, **numbers, layout="bhsd").swapaxes(1, 2) == run(framework, TENSORS, **numbers)).all()
-    if framework == "jax":
-        call = lambda q, k, v, **kw: (jax_frontend.attention(q, k, v, **kw) ** 2).sum()  # noqa: E731
-        arrays = [jnp.asarray(array) for array in TENSORS]
-        ours = jax.jit(jax.grad(lambda a, n: call(*a, **n)))(arrays, _arrays(numbers, jnp.asarray))
-        theirs = jax.grad(lambda a: call(*a, mask=jnp.asarray(mask)))(arrays)
-    else:
-        tensors = [[torch.from_numpy(array).requires_grad_() for array in TENSORS] for _ in range(2)]
-        (torch_frontend.attention(*tensors[0], **_arrays(numbers, torch.from_numpy)) ** 2).sum().backward()
-        (torch_frontend.attention(*tensors[1], mask=torch.from_numpy(mask)) ** 2).sum().backward()
-        ours, theirs = ([tensor.grad for tensor in each] for each in tensors)
+    arrays, cotangent = dict(zip("qkv", TENSORS, strict=True)), np.ones((BATCH, Q_LEN, 4, 8), np.float32)
+
+    def of(**keywords: Any) -> list[np.ndarray]:
+        def squared(**tensors: Any) -> Any:
+            return framework.frontend.attention(**tensors, **framework.arrays(keywords)) ** 2
+
+        return framework.gradients(squared, arrays, cotangent)
+
+    ours, theirs = of(**numbers), of(mask=mask)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
 
@@ -159,7 +151,7 @@ def test_one_program_serves_every_batch_under_jit_and_torch_compile() -> None:
     )
     for seed in (1, 2):
         queries, keys = ids(seed, Q_LEN), ids(seed + 9, KV_LEN)
-        expected = by_mask("jax", TENSORS, queries[:, :, None] == keys[:, None])
+        expected = by_mask(JAX, TENSORS, queries[:, :, None] == keys[:, None])
         np.testing.assert_allclose(call(queries, keys), expected, rtol=2e-5, atol=2e-6)
         result = compiled(torch.from_numpy(queries), torch.from_numpy(keys))
         np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
@@ -170,7 +162,7 @@ def test_one_program_serves_every_batch_under_jit_and_torch_compile() -> None:
 def test_ids_stay_split_with_the_batch_on_a_mesh_and_under_vmap(backend: str) -> None:
     mesh = cpu_meshes.mesh((2,), ("data",))
     numbers = {"q_segment_ids": ids(5, Q_LEN), "kv_segment_ids": ids(6, KV_LEN)}
-    expected = run("jax", TENSORS, **numbers, backend=backend)
+    expected = run(JAX, TENSORS, **numbers, backend=backend)
     split = [jax.device_put(array, NamedSharding(mesh, P("data"))) for array in (*TENSORS, *numbers.values())]
 
     def call(q: Any, k: Any, v: Any, queries: Any, keys: Any) -> Any:
@@ -266,8 +258,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_bad_argument_is_named(framework: str, case: str) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_bad_argument_is_named(framework: Framework, case: str) -> None:
     keywords, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         run(framework, TENSORS, **keywords)

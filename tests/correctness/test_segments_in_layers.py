@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import linen, nnx
+from frameworks import BOTH, TORCH, Framework
 
 import jax_frontend
 import jax_frontend.equinox
@@ -42,28 +43,22 @@ CASES: dict[str, tuple[dict[str, Any], bool, np.ndarray]] = {
 """Arguments of a call, causal, and what they show."""
 
 
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_one_tensor_has_the_numbers_and_the_gradient_of_the_mask(case: str) -> None:
+def test_one_tensor_has_the_numbers_and_the_gradient_of_the_mask(case: str, framework: Framework) -> None:
     said, causal, visible = CASES[case]
     qkv = np.random.default_rng(3).normal(size=(BATCH, LENGTH, 3, 2, 8)).astype(np.float32)
 
-    def in_torch(**keywords: Any) -> list[np.ndarray]:
-        tensor = torch.from_numpy(qkv.copy()).requires_grad_()
-        out = torch_frontend.attention_qkvpacked(tensor, **keywords)
-        (out**2).sum().backward()
-        assert tensor.grad is not None
-        return [out.detach().numpy(), tensor.grad.numpy()]
+    out = np.ones((BATCH, LENGTH, 2, 8), np.float32)
 
-    def in_jax(**keywords: Any) -> list[np.ndarray]:
-        call = lambda array: jax_frontend.attention_qkvpacked(array, **keywords)  # noqa: E731
-        gradient = jax.jit(jax.grad(lambda array: (call(array) ** 2).sum()))
-        return [np.asarray(call(jnp.asarray(qkv))), np.asarray(gradient(jnp.asarray(qkv)))]
+    def run(**keywords: Any) -> list[np.ndarray]:
+        def squared(qkv: Any) -> Any:
+            return framework.frontend.attention_qkvpacked(qkv, **framework.arrays(keywords)) ** 2
 
-    for run, convert in ((in_torch, torch.from_numpy), (in_jax, jnp.asarray)):
-        ours = run(causal=causal, **{name: convert(array) for name, array in said.items()})
-        theirs = run(mask=convert(visible[:, None]))
-        for one, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+        return framework.gradients(squared if framework is TORCH else jax.jit(squared), {"qkv": qkv}, out)
+
+    for one, other in zip(run(causal=causal, **said), run(mask=visible[:, None]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
 
 
 def test_one_array_takes_a_traced_window_and_scale() -> None:

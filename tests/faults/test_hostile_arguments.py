@@ -14,12 +14,19 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+
 import hostile_calls
 import hostile_judge
-import hostile_runs
 import hostile_values
 import numpy as np
 import torch
+import xla_compiler
 from hostile_judge import Case
 
 from attn_core import SpecError
@@ -34,16 +41,76 @@ def no_group_left() -> Iterator[None]:
     hostile_values.one_rank_mesh.cache_clear()
 
 
+ROOT = Path(__file__).parents[2]
+JUDGE = Path(hostile_judge.__file__)
+PATIENCE = 120.0
+"""Seconds after which a call hangs."""
+
+
+def judged(framework: str, seed: int, first: int, count: int, judge: Path = JUDGE) -> Iterator[dict[str, Any]]:
+    """Yields a line for every call: number, function, case, outcome, text. Starts another process if one ends early."""
+    end = first + count
+    while first < end:
+        begun = None
+        for line in _lines(framework, seed, first, end - first, judge):
+            if line["outcome"]:
+                first = line["number"] + 1
+                begun = None
+                yield line
+            else:
+                begun = line
+        if begun is None:
+            if first < end:
+                raise RuntimeError(f"the process of {framework} ended between two calls, before call {first}")
+            return
+        yield begun | {"outcome": begun.get("ended", "crash"), "text": begun.get("log", "")}
+        first = begun["number"] + 1
+
+
+def _lines(framework: str, seed: int, first: int, count: int, judge: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of one process. The last one says how the process ended if it ended within a call."""
+    command = [sys.executable, "-P", str(judge), framework, *map(str, (seed, first, count))]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=_environment(), cwd=ROOT)
+        assert process.stdout is not None
+        last: dict[str, Any] = {}
+        with process, selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            rest = b""
+            while True:
+                ready = selector.select(PATIENCE)
+                if not ready:
+                    process.kill()
+                chunk = os.read(process.stdout.fileno(), 2**16) if ready else b""
+                if not chunk:
+                    break
+                *whole, rest = (rest + chunk).split(b"\n")
+                for line in map(json.loads, whole):
+                    last = line
+                    yield line
+        if not last:
+            log.seek(0)
+            raise RuntimeError(f"the process of {framework} ran no call:\n{log.read()[-3000:]}")
+        if not last["outcome"]:
+            log.seek(0)
+            yield last | {"ended": "crash" if ready else "hang", "log": log.read()[-600:]}
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a process: one thread, a CPU, and XLA's quick compiler."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_compiler.flags()}
+
+
 CALLS = {"torch": 900, "jax": 250, "core": 300}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", CALLS)
 def test_bad_arguments_are_refused_by_name_or_give_right_results(framework: str) -> None:
-    lines = list(hostile_runs.judged(framework, 1, 0, CALLS[framework]))
+    lines = list(judged(framework, 1, 0, CALLS[framework]))
     assert len(lines) == CALLS[framework]
     faults = [f"{line['number']}: {line['outcome']}: {line['case']}: {line['text']}" for line in lines]
-    faults = [fault for fault, line in zip(faults, lines, strict=True) if line["outcome"] not in hostile_runs.NO_FAULT]
+    faults = [fault for fault, line in zip(faults, lines, strict=True) if line["outcome"] not in hostile_judge.GOOD]
     assert not faults, "\n".join(faults)
     assert {line["outcome"] for line in lines} >= {"refused", "accepted"}
 
@@ -102,7 +169,7 @@ def test_memory_that_is_not_the_tensors_is_seen() -> None:
 def test_a_process_that_dies_or_hangs_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str, outcome: str
 ) -> None:
-    monkeypatch.setattr(hostile_runs, "PATIENCE", 3.0)
+    monkeypatch.setattr(sys.modules[__name__], "PATIENCE", 3.0)
     judge = tmp_path / "judge.py"
     judge.write_text(
         "import json, os, sys, time\n"
@@ -112,7 +179,7 @@ def test_a_process_that_dies_or_hangs_is_a_fault(
         f"    if number == 1: {deed}\n"
         "    print(json.dumps(line | {'outcome': 'right'}), flush=True)\n"
     )
-    lines = list(hostile_runs.judged("torch", 0, 0, 3, judge))
+    lines = list(judged("torch", 0, 0, 3, judge))
     assert [line["outcome"] for line in lines] == ["right", outcome, "right"]
 
 

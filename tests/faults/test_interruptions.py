@@ -1,6 +1,6 @@
 """Tests Ctrl-C at many moments: the next call is right, and no lock, override, plan or page is left behind.
 
-KeyboardInterrupt is raised at lines of our code that are spread over a call (``interrupted_lines``); a real SIGINT at
+KeyboardInterrupt is raised at lines of our code that are spread over a call (``interruptions``); a real SIGINT at
 random moments; and inside commands of ``attn``. ``tests/jax_frontend/test_interrupts.py`` has those inside a callback.
 """
 
@@ -25,8 +25,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
-from interrupt_scenes import scene
-from interrupted_lines import count_lines, held_locks, interrupt_at_moment, interrupted_at
+from interruptions import count_lines, held_locks, interrupt_at_moment, interrupted_at, scene
 
 import torch_frontend.diffusers
 import torch_frontend.flash_attn

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_kernels import WAYS, faulty
-from interrupt_scenes import scene
-from interrupted_lines import held_locks
+from interruptions import held_locks, scene
 
 pytestmark = pytest.mark.sampled
 

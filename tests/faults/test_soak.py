@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("torch")
 import caches
 import soak
-import soak_verdict
 import torch
 from soak_calls import EagerCalls
 
@@ -116,7 +115,7 @@ def clean() -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_short_run_leaves_nothing_behind(clean: dict[str, Any]) -> None:
     assert clean["calls"] >= CALLS and len(clean["points"]) == POINTS
-    assert soak_verdict.faults(clean, times=False) == []
+    assert soak.faults(clean, times=False) == []
 
 
 def test_a_short_run_makes_every_kind_of_call() -> None:
@@ -184,7 +183,7 @@ def afterwards() -> Iterator[None]:
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_planted_leak_is_found(leak: str, afterwards: None) -> None:
     function, sentence = LEAKS[leak]
-    actual = soak_verdict.faults(short_run(function, kinds=("plain", "options", "packed")), times=False)
+    actual = soak.faults(short_run(function, kinds=("plain", "options", "packed")), times=False)
     assert any(each.startswith(sentence) for each in actual), actual
 
 
@@ -201,7 +200,7 @@ def run_of(**changes: Callable[[int], Any]) -> dict[str, Any]:
 
 
 def test_a_flat_run_has_no_faults() -> None:
-    assert soak_verdict.faults(run_of()) == []
+    assert soak.faults(run_of()) == []
 
 
 @pytest.mark.parametrize(
@@ -224,15 +223,15 @@ def test_a_flat_run_has_no_faults() -> None:
     ],
 )
 def test_growth_is_a_fault(changes: Any, words: str) -> None:
-    (sentence,) = soak_verdict.faults(run_of(**changes))
+    (sentence,) = soak.faults(run_of(**changes))
     assert re.match(words, sentence), sentence
 
 
 def test_memory_that_comes_and_goes_is_no_fault() -> None:
     run = run_of(resident=lambda at: 10**9 + 2**21 * (at % 3), ratio=lambda at: 1.0 + 0.3 * (at % 2))
-    assert soak_verdict.faults(run) == []
+    assert soak.faults(run) == []
 
 
 def test_only_settled_points_count_for_memory() -> None:
     run = run_of(settled=lambda at: at % 10 == 0, resident=lambda at: 10**9 + 10**7 * (at % 10))
-    assert soak_verdict.faults(run) == []
+    assert soak.faults(run) == []

@@ -24,7 +24,7 @@ import torch_frontend
 from attn_core import SeqInfo, Target, backends
 from attn_core.call.seq_info import tail_of
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients
+from attn_core.call.tensors import Gradients, Tangents
 from attn_core.cli.trial import as_keywords
 from attn_core.correctness import accuracy
 from jax_frontend.dispatch import plan as jax_plan
@@ -33,6 +33,8 @@ from torch_frontend.dispatch import plan as torch_plan
 FRAMEWORKS = ("torch", "jax")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 Results = dict[str, np.ndarray]
+PAIRS = (("out", "lse"), ("dout", "dlse"))
+"""The names of results, and of their tangents."""
 
 
 def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
@@ -109,18 +111,43 @@ def jax_device(device: str) -> Any:
         pytest.skip(f"needs a {platform} in JAX: {error}")
 
 
-def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
-    """The spec that the frontend builds from the call's arguments."""
+def run_forward_mode(
+    framework: str, call: Call, tangents: Tangents, backend: str | None, device: str = "cpu"
+) -> Results:
+    """out, lse, dout and dlse in the shapes of the spec; the call returns its log-sum-exp."""
+    arrays = call.arrays()
+    moved = {name[1:]: each for name, each in tangents._asdict().items() if each is not None}
+    moved = {name: tangent.reshape(arrays[name].shape) for name, tangent in moved.items()}
+    named = (_jvp_in_torch if framework == "torch" else _jvp_in_jax)(call, moved, backend, device)
+    return named | {name: named[name][0] for name in ("out", "dout") if call.one_row}
+
+
+@contextmanager
+def arguments(framework: str, call: Call, device: str = "cpu") -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The frontend, and the keywords of ``attention`` for a call, in a block where JAX is set up for it."""
     if framework == "torch":
         arrays, _ = _torch_arrays(call, device)
-        return torch_frontend.explain(**as_keywords(arrays), **call.options, **_torch_info(call, device)).spec
+        yield torch_frontend, as_keywords(arrays) | call.options | _torch_info(call, device)
+        return
     with _jax_on(call, device):
-        info, _ = _jax_info(call)
-        key = {"dropout_rng": jax.random.key(call.seed)} if call.spec.dropout else {}
-        arrays = _jax_arrays(call)
-        return jax_frontend.explain(
-            **as_keywords(arrays), **call.options, **key, seq_info=info, needs_backward=bool(call.learned)
-        ).spec
+        info, key = _jax_info(call)
+        drawn = {} if key is None else {"dropout_rng": key}
+        yield jax_frontend, as_keywords(_jax_arrays(call)) | call.options | {"seq_info": info} | drawn
+
+
+def attend(framework: str, call: Call, device: str = "cpu", **options: Any) -> list[np.ndarray]:
+    """The results of ``attention``, called eagerly with more options."""
+    with arguments(framework, call, device) as (frontend, given):
+        results = frontend.attention(**given | options)
+        convert = _numpy if framework == "torch" else np.asarray
+        return [convert(each) for each in (results if isinstance(results, tuple) else (results,))]
+
+
+def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
+    """The spec that the frontend builds from the call's arguments."""
+    with arguments(framework, call, device) as (frontend, given):
+        learns = {} if framework == "torch" else {"needs_backward": bool(call.learned)}  # torch's tensors say it
+        return frontend.explain(**given, **learns).spec
 
 
 def with_every_token(call: Call, *, on_host: bool = True) -> AttentionSpec:
@@ -222,12 +249,25 @@ def _run_torch(call: Call, backend: str | None, device: str, ranges_on_host: boo
         **as_keywords(arrays), **call.options, **_torch_info(call, device), backend=backend
     )
     results = list(actual) if call.spec.return_lse else [actual]
-    named = dict(zip(("out", "lse"), results, strict=False))
+    named = dict(zip(PAIRS[0], results, strict=False))
     if call.learned:
         learned = [arrays[name] for name in call.learned]
         gradients = torch.autograd.grad(results, learned, cotangents[: len(results)])
         named |= {f"d{name}": gradient for name, gradient in zip(call.learned, gradients, strict=True)}
     return {name: _numpy(tensor) for name, tensor in named.items()}
+
+
+def _jvp_in_torch(call: Call, moved: dict[str, np.ndarray], backend: str | None, device: str) -> Results:
+    arrays, _ = _torch_arrays(call, device)
+    primals = {name: arrays[name] for name in moved}
+    tangents = [torch.from_numpy(np.array(moved[name])).to(device, each.dtype) for name, each in primals.items()]
+
+    def forward(*moving: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = as_keywords(arrays | dict(zip(moved, moving, strict=True)))
+        return torch_frontend.attention(**given, **call.options, **_torch_info(call, device), backend=backend)
+
+    pairs = torch.func.jvp(forward, tuple(primals.values()), tuple(tangents))
+    return {name: _numpy(each) for names, pair in zip(PAIRS, pairs) for name, each in zip(names, pair, strict=True)}
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -262,15 +302,28 @@ def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: boo
         learned = {name: given.pop(name) for name in call.learned}
         dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
         cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
-        options = tuple(sorted(call.options.items(), key=itemgetter(0)))
+        options = _hashable(call)
         if ranges_on_host:
             del given["key_ranges"]
             options += (("key_ranges", call.inputs.key_ranges),)
         # An array cannot be a key of the cache.
         build = _program.__wrapped__ if ranges_on_host else _program
-        program = build(backend, options, rounding_matters)
-        actual = program(learned, given, *_jax_info(call), cotangents)
+        program = build(_pulled, backend, options, rounding_matters)
+        actual = program(learned, cotangents, given, *_jax_info(call))
         return {name: np.asarray(array) for name, array in actual.items()}
+
+
+def _jvp_in_jax(call: Call, moved: dict[str, np.ndarray], backend: str | None, device: str) -> Results:
+    with _jax_on(call, device):
+        given = _jax_arrays(call)
+        primals = {name: given.pop(name) for name in moved}
+        tangents = {name: jnp.asarray(moved[name], array.dtype) for name, array in primals.items()}
+        actual = _program(_pushed, backend, _hashable(call), True)(primals, tangents, given, *_jax_info(call))
+        return {name: np.asarray(array) for name, array in actual.items()}
+
+
+def _hashable(call: Call) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(call.options.items(), key=itemgetter(0)))
 
 
 def compiled_as(backend: str | None) -> Any:
@@ -279,25 +332,34 @@ def compiled_as(backend: str | None) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding_matters: bool) -> Any:
-    """A compiled function of (learned inputs, other inputs, seq_info, key, cotangents) that returns the named
-    results."""
+def _program(way: Any, backend: str | None, options: tuple[tuple[str, Any], ...], rounding_matters: bool) -> Any:
+    """A compiled function of (moving inputs, what ``way`` takes with them, other inputs, seq_info, key) that returns
+    the named results."""
 
     @partial(jax.jit, compiler_options=compiled_as(backend) if rounding_matters else None)
-    def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
-        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
+    def program(moving: Any, others: Any, given: Any, info: Any, key: Any) -> dict[str, Any]:
+        def forward(moving: dict[str, Any]) -> tuple[Any, ...]:
             actual = jax_frontend.attention(
-                **as_keywords({**learned, **given}), **dict(options), seq_info=info, dropout_rng=key, backend=backend
+                **as_keywords({**moving, **given}), **dict(options), seq_info=info, dropout_rng=key, backend=backend
             )
             return actual if isinstance(actual, tuple) else (actual,)
 
-        if not learned:
-            return dict(zip(("out", "lse"), forward(learned), strict=False))
-        results, pull = jax.vjp(forward, learned)
-        (gradients,) = pull(cotangents)
-        return dict(zip(("out", "lse"), results, strict=False)) | {f"d{name}": g for name, g in gradients.items()}
+        return way(forward, moving, others)
 
     return program
+
+
+def _pulled(forward: Any, learned: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+    if not learned:
+        return dict(zip(PAIRS[0], forward(learned), strict=False))
+    results, pull = jax.vjp(forward, learned)
+    (gradients,) = pull(cotangents)
+    return dict(zip(PAIRS[0], results, strict=False)) | {f"d{name}": each for name, each in gradients.items()}
+
+
+def _pushed(forward: Any, primals: dict[str, Any], tangents: dict[str, Any]) -> dict[str, Any]:
+    pairs = jax.jvp(forward, (primals,), (tangents,))
+    return {name: each for names, pair in zip(PAIRS, pairs) for name, each in zip(names, pair, strict=True)}
 
 
 def backends_of(framework: str) -> tuple[str, ...]:

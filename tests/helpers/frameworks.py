@@ -30,6 +30,37 @@ class Framework(NamedTuple):
     """(array-like, dtype=None) -> an array of the framework; without a dtype, with that of the array-like."""
     device: str = "cpu"
 
+    def gradients(self, function: Callable[..., Any], arrays: dict[str, Any], *cotangents: Any) -> list[np.ndarray]:
+        """The outputs of ``function(**arrays)``, and the gradients of all arrays for the outputs' gradients, in numpy.
+
+        Arrays and cotangents are given in numpy; the function gets arrays of the framework.
+        """
+        given, downstream = (
+            {name: self.array(each) for name, each in arrays.items()},
+            tuple(map(self.array, cotangents)),
+        )
+
+        def tupled(given: dict[str, Any]) -> tuple[Any, ...]:
+            outputs = function(**given)
+            return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+        if self.name == "torch":
+            outputs = tupled({name: each.requires_grad_() for name, each in given.items()})
+            found = dict(zip(given, torch.autograd.grad(outputs, list(given.values()), downstream), strict=True))
+        else:
+            outputs, pull = jax.vjp(tupled, given)
+            (found,) = pull(downstream)
+        return [as_numpy(each) for each in (*outputs, *(found[name] for name in given))]
+
+    def arrays(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Keywords with arrays of the framework in the place of numpy's."""
+        return {name: self.array(each) if isinstance(each, np.ndarray) else each for name, each in keywords.items()}
+
+    @property
+    def namespace(self) -> Any:
+        """``torch`` or ``jax.numpy``, whose functions have equal names."""
+        return torch if self.name == "torch" else jnp
+
     def zeros(self, *shape: int, dtype: str = "float32") -> Any:
         return self.array(np.zeros(shape, np.float32), dtype)
 

@@ -8,6 +8,7 @@ are fixed calls that no draw may leave out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,9 @@ from attn_core.call.functions import AUX
 from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
 from attn_core.cli.trial import functions_of
+from attn_core.expressions import exp, maximum, tanh, to_float, trace_score, where
 from attn_core.expressions.properties import aux_numbers
+from attn_core.expressions.tracing import Aux
 from tests.campaign.functions import MASKS, SCORES, fields_of
 
 LARGE = {
@@ -117,6 +120,21 @@ class Call:
             batch = self.spec.batch
             actual |= {name: one for name, one in short.items() if batch == 1 or one.shape[:1] != (batch,)}
         return actual
+
+
+MISREAD: dict[str, Callable[[AttentionSpec], dict[str, Any]]] = {
+    "a window one wider": lambda spec: {"window": (spec.window[0] + 1, spec.window[1])},
+    "the other alignment": lambda spec: {"alignment": "top_left"},
+    "a scale one percent off": lambda spec: {"scale": 1.01 * spec.scale},
+    "another softcap": lambda spec: {"softcap": spec.softcap * (1.013 if spec.dtype == "float32" else 1.07)},
+}
+"""What a faulty kernel may take for the fields of a spec (aligned bottom right), by the fault's name."""
+
+
+def misread(call: Call, fault: str) -> Call:
+    """The call as a kernel with a fault of MISREAD computes it."""
+    fields = MISREAD[fault](call.spec)
+    return replace(call, spec=replace(call.spec, **fields), window=fields.get("window", call.window))
 
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -470,3 +488,30 @@ def compiled_calls(draw: Any, claims: Support | None = None) -> Call:
         large = draw(st.sampled_from((None, *LARGE[fields["dtype"]])))
     hiding = draw(st.booleans())
     return make_call(seed, lengths, tail=tail, hiding=hiding, large=large, needs_backward=True, **fields)
+
+
+# Score functions that read arrays which have gradients, and calls with them
+
+LEARNED_SIZES = {"batch": 2, "q_len": 7, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 5, "value_dim": 5}
+LEARNED_SIZES |= {"dtype": "float64", "needs_backward": True, "return_lse": True}
+LEARNED: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "relative bias": (lambda s, b, h, q, k, t: s + t[h, q - k + 6], ((4, 13),)),
+    "beyond the array": (lambda s, b, h, q, k, t: s + t[h, q - k - 1], ((4, 3),)),
+    "learned slopes": (lambda s, b, h, q, k, m: s - m[h] * to_float(abs(q - k)), ((4,),)),
+    "a temperature": (lambda s, b, h, q, k, t: s / t[0], ((1,),)),
+    "one number": (lambda s, b, h, q, k, t: s * exp(-t * t), ((),)),
+    "a learned cap": (lambda s, b, h, q, k, c: c[h] * tanh(s / c[h]), ((4,),)),
+    "two arrays": (lambda s, b, h, q, k, w, t: s * w[b, k] + t[q] * w[b, q], ((2, 7), (7,))),
+    "a kink": (lambda s, b, h, q, k, t: maximum(s, t[k]), ((7,),)),
+    "hides": (lambda s, b, h, q, k, t: where((k + h) % 3 == 0, -float("inf"), s + t[k]), ((7,),)),
+    "not read": (lambda s, b, h, q, k, t: s + 0.0 * to_float(q), ((3,),)),
+}
+
+
+def learned_call(name: str, seed: int = 3, **fields: Any) -> Call:
+    """A call with a function of LEARNED, and gradients of all its arrays."""
+    function, shapes = LEARNED[name]
+    aux = tuple(Aux(shape, fields.pop("aux_dtype", "float64")) for shape in shapes)
+    tree = trace_score(function, aux).tree
+    numbers = tuple(sorted({row.value for row in tree.rows if row.op == "lookup"}))
+    return make_call(seed, **{**LEARNED_SIZES, **fields}, score_mod=tree, aux=aux, aux_gradients=numbers)

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 from other_process import OtherProcess
 
+from attn_core.backends.shared.in_order import order
+from attn_core.backends.shared.in_order.order import Order, Tiles
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -88,6 +91,42 @@ def patch_rounding() -> None:
         return interpreter.TensorHandle(bits, tl.bfloat16)
 
     interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
+
+
+# Small tiles and shares for the kernels that add in one order
+
+SMALL = Order(16, 32, (Tiles(16, 16, 1, 2), Tiles(32, 16, 2, 2)))
+"""So that few keys are several tiles and shares."""
+ALL, NONE = 10**9, 0
+"""FEW_PROGRAMS with which each share has a program of its own, or no share."""
+
+
+def product(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
+    """A product whose rows are independent of each other, as a GPU's are; those of numpy's library need not be."""
+    from triton.runtime.interpreter import TensorHandle
+
+    rows, columns = (_float32(each) for each in (a, b))
+    total = np.zeros_like(sums.data)  # so that a sum depends on the tiles, as a GPU's does
+    for at in range(rows.shape[1]):
+        total += rows[:, at : at + 1] * columns[at]
+    return TensorHandle(sums.data + total, sums.dtype.scalar)
+
+
+def _float32(handle: Any) -> np.ndarray:
+    import triton.language as tl
+
+    if handle.dtype.scalar == tl.bfloat16:  # the interpreter keeps its bits as integers
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+def make_small(patch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Small tiles and shares, and products as a GPU has them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    patch.setattr(InterpreterBuilder, "create_dot", product)
+    patch.setattr(order, "NARROW", SMALL)
+    return patch
 
 
 if INTERPRETED:

@@ -14,17 +14,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
-import same_bits_pages
+import same_bits_calls
 import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from in_order import ALL, NONE, SMALL, make_small
 from other_process import OtherProcess
 from paged_cases import judge, make_paged
 from same_bits_calls import Kind
+from triton_interpreter import ALL, NONE, SMALL, make_small
 
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import Tiles
@@ -62,7 +62,7 @@ def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarra
         torch.full(spec.lse_shape, torch.nan),
     )
     order.how.cache_clear()
-    out, lse = triton_splitkv.forward(spec, same_bits_pages.as_tensors(spec, inputs, "cpu"), into)
+    out, lse = triton_splitkv.forward(spec, same_bits_calls.as_tensors(spec, inputs, "cpu"), into)
     assert out is into[0] and lse is into[1]
     return _numpy(out), _numpy(lse)
 
@@ -74,7 +74,7 @@ def check_bits(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ...
         heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
         patch.setattr(order, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
         kind = Kind("torch", "triton_splitkv", "prefix", heads, "float16", options)
-        same_bits_pages.check(kind, run, data.draw, lengths, (1, 3, 16, 64))
+        same_bits_calls.check(kind, run, data.draw, lengths, (1, 3, 16, 64))
 
     draws()
 
@@ -142,7 +142,7 @@ def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small
     small.setattr(order, "FEW_PROGRAMS", few)
     call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **HALF)
     spec, tables = replace(call.spec, invariant="prefix"), LIES[lie]
-    inputs = same_bits_pages.as_tensors(
+    inputs = same_bits_calls.as_tensors(
         spec, call.inputs._replace(**{n: np.array(t, np.int32) for n, t in tables.items()}), "cpu"
     )
     pools = [torch.cat([pool * torch.nan, pool.nan_to_num(), pool * torch.nan]) for pool in inputs[1:3]]
@@ -161,10 +161,10 @@ def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small
 def test_a_seen_call_gives_the_bits_of_a_new_one(return_lse: bool, few: int, small: pytest.MonkeyPatch) -> None:
     small.setattr(order, "FEW_PROGRAMS", few)
     kind = Kind("torch", "triton_splitkv", "prefix", (2, 1), "float16", (("sinks", True),))
-    scene = same_bits_pages.Scene(((1, 40),), offsets=False)
-    calls = [same_bits_pages.call(kind, same_bits_pages.document(kind, seed, 1, 70), scene)[:2] for seed in (1, 2)]
+    scene = same_bits_calls.Scene(((1, 40),), offsets=False)
+    calls = [same_bits_calls.call(kind, same_bits_calls.document(kind, seed, 1, 70), scene)[:2] for seed in (1, 2)]
     spec = replace(calls[0][0], return_lse=return_lse)
-    one, other = (same_bits_pages.as_tensors(spec, inputs, "cpu") for _, inputs in calls)
+    one, other = (same_bits_calls.as_tensors(spec, inputs, "cpu") for _, inputs in calls)
     order.how.cache_clear()
     expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
     direct = launch_by_address(small)

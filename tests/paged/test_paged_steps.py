@@ -10,7 +10,7 @@ from frameworks import ALL, Framework, as_numpy
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from interrupted_lines import count_lines, interrupted_at
+from interruptions import count_lines, interrupted_at
 from page_steps import advance
 
 from attn_core import SpecError

@@ -8,6 +8,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, *, module_level: bool = False) -> tuple[str, ...]:
     """The dotted names that a file imports; with module_level only the imports that run when the file is imported."""
-    yield from _imports(ast.parse(path.read_text(encoding="utf-8")), module_level)
+    return tuple(_imports(ast.parse(path.read_text(encoding="utf-8")), module_level))
 
 
 def _imports(node: ast.AST, module_level: bool) -> Iterator[str]:
@@ -95,7 +97,7 @@ def test_attn_core_imports_no_framework_at_module_level(path: Path) -> None:
         allowed |= {"typer", "rich"}
     if path in KERNEL_FILES:
         allowed |= {"triton", "cutlass", "flash_attn", "quack"}
-    names = list(imports(path, module_level=True))
+    names = imports(path, module_level=True)
     assert {top(name) for name in names} <= allowed
     kernels = tuple(".".join(kernel.relative_to(ROOT).with_suffix("").parts) for kernel in KERNEL_FILES)
     assert path in KERNEL_FILES or not [name for name in names if name.startswith(kernels)]
@@ -157,12 +159,16 @@ def rooms_of(package: str) -> dict[str, set[str]]:
     return rooms
 
 
-def modules(path: Path) -> Iterator[str]:
+@cache
+def modules(path: Path) -> tuple[str, ...]:
     """The modules of this project that a file imports; for ``from package import name`` the package if name is no
     module."""
-    for name in imports(path):
+
+    def module_of(name: str) -> str:
         target = ROOT / name.replace(".", "/")
-        yield name if target.is_dir() or target.with_suffix(".py").is_file() else name.rpartition(".")[0]
+        return name if target.is_dir() or target.with_suffix(".py").is_file() else name.rpartition(".")[0]
+
+    return tuple(map(module_of, imports(path)))
 
 
 @pytest.mark.parametrize("package", PACKAGES)

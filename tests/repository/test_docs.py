@@ -26,15 +26,15 @@ from benchmarks import report, tables
 from benchmarks.masks import GALLERY
 from tools import search_order
 from tools.pages import __main__ as pages
-from tools.pages import devices, plans
+from tools.pages import devices
 from tools.pages.support import FEATURES, render
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_support_page_is_current() -> None:
-    page = ROOT / "docs/reference/support.md"
-    assert page.is_file() and page.read_text(encoding="utf-8") == render(), "stale: run `make support`"
+@pytest.mark.parametrize("name", pages.PAGES)
+def test_a_page_of_the_backends_data_is_current(name: str) -> None:
+    assert pages.is_current(name), "stale: run `make support`"
 
 
 def test_support_page_shows_every_claim() -> None:
@@ -52,11 +52,6 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
         "| `causal` | `math` | — |",
         "| boolean `mask` | — | — |",
     } <= set(lines)
-
-
-def test_the_page_of_gpus_is_current() -> None:
-    page = ROOT / "docs/reference/devices.md"
-    assert page.is_file() and page.read_text(encoding="utf-8") == devices.render(), "stale: run `make support`"
 
 
 @pytest.mark.parametrize("device", devices.DEVICES, ids=lambda device: device.name)
@@ -96,16 +91,22 @@ def test_pages_are_written_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path
         pages.main(["--check"])
 
 
-@pytest.mark.parametrize("name", plans.PICTURES)
-def test_the_pictures_of_plans_are_current(name: str) -> None:
-    picture = ROOT / "docs/images" / name
-    assert picture.is_file() and picture.read_text(encoding="utf-8") == plans.PICTURES[name](), "run `make support`"
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s\\]*)(?:#([^)\s\\]+))?\)")
+"""A link within the repository: the file, empty for the same page, and the heading."""
 
 
-def test_links_between_documents_exist() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
-        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    """On the same page, on others, and from notebooks; ``mkdocs build --strict`` would refuse those of the pages."""
+    headings = 0
+    for page in DOCUMENTS:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            other, link = page.parent / target if target else page, f"{page.relative_to(ROOT)}: {target}#{anchor}"
+            assert other.is_file() if page.suffix == ".ipynb" else other.exists(), link
+            if anchor:
+                headings += 1
+                assert other.suffix == ".md" and anchor in anchors(other), link
+    assert headings > 150
 
 
 def anchors(page: Path) -> set[str]:
@@ -117,20 +118,11 @@ def anchors(page: Path) -> set[str]:
     return slugs | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
 
 
-def test_links_lead_to_headings_that_exist() -> None:
-    """On the same page, on others, and from notebooks; ``mkdocs build --strict`` would refuse those of the pages."""
-    docs, found = ROOT / "docs", 0
-    for page in [*ROOT.glob("*.md"), *docs.rglob("*.md"), *docs.rglob("*.ipynb")]:
-        links = re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#([^)\s\\]+)\)", page.read_text(encoding="utf-8"))
-        for target, anchor in links:
-            other, found = page.parent / target if target else page, found + 1
-            assert other.suffix == ".md" and anchor in anchors(other), f"{page.relative_to(ROOT)}: {target}#{anchor}"
-    assert found > 150
-
-
-def test_readme_names_the_commands_that_exist() -> None:
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_a_page_names_commands_that_exist(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make ([a-z0-9-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

@@ -110,12 +110,3 @@ def test_an_issue_form_asks_for_the_doctor(path: Path) -> None:
     fields = [field for field in form["body"] if field["type"] != "markdown"]
     assert len({field["id"] for field in fields}) == len(fields)
     assert any("attn doctor --json" in field["attributes"]["label"] for field in fields)
-
-
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_links_and_commands_of_the_pages_for_contributors_exist(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
-        assert (ROOT / target).exists(), target
-    for target in re.findall(r"`make ([a-z0-9-]+)|^make ([a-z0-9-]+)", text, re.MULTILINE):
-        assert re.search(rf"^{''.join(target)}:", MAKEFILE, re.MULTILINE), target

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -281,51 +281,56 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert "FAILED JAX: the first losses differ" in capsys.readouterr().out
 
 
+PACKINGS = {
+    "zigzag": (160, 83, [[80, 32, 16, 32], [16, 80, 16, 48]]),
+    "documents": (176, 96, [[80, 32, 16, 48], [16, 96, 16, 48]]),
+}
+"""By layout: length and longest of the rows, and the lengths of the documents in each of two packings."""
+
+
+def shard_of(kind: str, world: int, packing: Sequence[int]) -> int:
+    return build_layout(kind, sum(packing), world, 1, tuple(itertools.accumulate(packing, initial=0))).shard
+
+
+def test_dealt_shards_may_have_another_size_than_in_every_other_layout() -> None:
+    """In the training below, and at the default length."""
+    default = packings(Options().length, Options().longest)
+    for of_row in (PACKINGS["documents"][2], default):
+        assert any(shard_of("documents", 2, packing) > sum(packing) // 2 for packing in of_row)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+@pytest.mark.parametrize("layout", PACKINGS)
 def test_two_ranks_give_the_losses_of_one_with_packed_documents(layout: str) -> None:
     """Both frameworks, two packings in turn; the bounds are those of dense rows, and the planted fault is found: a
     wrong layout, or dealt documents in reverse."""
-    run = SpreadRun(TINY, replace(OPTIONS, steps=4, length=160), Spread(2, None, layout, packed=True))
+    length, longest, expected = PACKINGS[layout]
+    options = replace(OPTIONS, steps=4, length=length, longest=longest)
+    run = SpreadRun(replace(TINY, max_positions=longest), options, Spread(2, None, layout, packed=True))
     batches = run.batches()
     lengths = [np.diff(batch.seq_info.cu_seqlens_q).tolist() for batch in batches]
-    assert lengths == [[80, 32, 16, 32], [16, 80, 16, 48]] * 2 and run.length == 160
+    assert lengths == expected * 2 and run.length == length
     for batch, of_batch in zip(batches, lengths, strict=True):
         starts = np.cumsum([0, *of_batch])
         assert (batch.tokens[0, starts[:-1]] == data.BEGIN).all()
-        assert batch.counted.sum() == 160 - 4 and (batch.counted[0, starts[1:] - 1] == 0).all()
+        assert batch.counted.sum() == length - 4 and (batch.counted[0, starts[1:] - 1] == 0).all()
     with Stages(Console(file=io.StringIO())) as stages:
         actual = ranks.compare(run, stages)
     assert ranks.failures(actual, "float32") == []
     assert all(len(runs[RANKS]["losses"]) == 4 for runs in actual.values())
 
 
-@pytest.mark.slow
-def test_two_ranks_give_the_losses_of_one_with_the_default_documents() -> None:
-    """At the default length dealt shards have another size than in every other layout."""
-    default = Options()
-    options = replace(OPTIONS, steps=2, length=default.length, longest=default.longest)
-    run = SpreadRun(replace(TINY, max_positions=default.longest), options, Spread(2, None, "documents", packed=True))
-    with Stages(Console(file=io.StringIO())) as stages:
-        actual = ranks.compare(run, stages)
-    assert ranks.failures(actual, "float32") == []
-
-
 @pytest.mark.parametrize("length", [160, 1000, 1024, 4096])
 def test_packings_fit_the_model_and_the_planted_fault(length: int) -> None:
     """No document is longer than the model's positions, and a fault does not change the size of a shard."""
-
-    def shards(kind: str, world: int, packing: tuple[int, ...]) -> int:
-        return build_layout(kind, sum(packing), world, 1, tuple(itertools.accumulate(packing, initial=0))).shard
-
     for packing in packings(length, GemmaConfig().max_positions):
         assert sum(packing) == length // 16 * 16 and max(packing) <= GemmaConfig().max_positions
         for world in (2, 4, 8):
             names = {name: Spread(world, None, name).mistaken.layout for name in (*LAYOUTS, "window:64")}
             assert all(wrong != name for name, wrong in names.items() if name != "documents")
             del names["documents"]
-            assert {shards(kind, world, packing) for kind in (*names, *names.values())} == {sum(packing) // world}
-            assert shards("documents", world, packing) == shards("documents", world, packing[::-1])
+            assert {shard_of(kind, world, packing) for kind in (*names, *names.values())} == {sum(packing) // world}
+            assert shard_of("documents", world, packing) == shard_of("documents", world, packing[::-1])
             assert packing != packing[::-1]
 
 

@@ -93,14 +93,6 @@ def test_a_tutorial_runs(path: Path) -> None:
         assert kinds(before) == kinds(now), f"stale outputs: run `make tutorials`\n{now.source}"
 
 
-@each
-def test_links_of_a_tutorial_exist(path: Path) -> None:
-    for cell in tutorials.read(path).cells:
-        if cell.cell_type == "markdown":
-            for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", cell.source):
-                assert (path.parent / target).is_file(), target
-
-
 def test_every_tutorial_is_in_the_navigation_and_in_the_table() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     index = (tutorials.FOLDER / "index.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Forward mode in numpy float64: the tangents of out and lse, and the error bound of every element.
+"""Forward mode: tangents for a drawn call, and in numpy float64 those of out and lse with the bound of every element.
 
 With w the softmax weights, f dropout's factors, b the slope of softcap and score function, and m the tangent of lse:
 
@@ -16,18 +16,51 @@ subtracts ``m out`` at the end. With the names of ``bounds``, E the error of dt 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from oracle_cases import rounded
+from spec_strategies import Call
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
-from attn_core.correctness import reference
+from attn_core.correctness import accuracy, reference
 from attn_core.correctness.accuracy import ROUNDOFF, TINY, Expected, float32_roundoff, lse_bound, magnitudes, out_bound
 from attn_core.correctness.reference import Array, Softmax, from_heads_first, heads_first, sum_over
 
 LARGEST_MOVE = 2.0**14
 """A kernel in float16 divides larger tangents of logits, and so loses the last digits of small weights."""
+
+
+NAMES = ("q", "k", "v", "bias", "sinks")
+"""The inputs that may have tangents."""
+
+
+def in_forward_mode(call: Call) -> Call:
+    """The call without gradients in reverse mode, and with the log-sum-exp.
+
+    torch itself gives no tangent to a tensor whose elements share memory.
+    """
+    layout = "contiguous" if call.layout == "one_head_expanded" else call.layout
+    return replace(call, spec=replace(call.inference.spec, return_lse=True), layout=layout)
+
+
+def tangents_of(call: Call, names: tuple[str, ...] = NAMES) -> Tangents:
+    """Tangents for some of the call's inputs: float64 numbers that the inputs' dtypes represent."""
+    random = np.random.default_rng(call.seed + 7)
+    moved = {}
+    for name in NAMES:
+        primal = getattr(call.inputs, name)
+        if primal is not None:
+            values = rounded(random.standard_normal(primal.shape), call.dtype_of(name))
+            moved[f"d{name}"] = values if name in names else None
+    return Tangents(**moved)
+
+
+def judge(call: Call, tangents: Tangents, results: dict[str, Any], inputs: Inputs | None = None) -> accuracy.Accuracy:
+    """The verdict on out, lse, dout and dlse as a caller gets them."""
+    return expect(call.spec, inputs or call.inputs, tangents).compare(results)
 
 
 class Moves(NamedTuple):
