@@ -173,16 +173,23 @@ FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 
 @st.composite
 def batches(draw: Any, page_size: int, on_gpu: bool = False) -> tuple[list[int], list[int] | None]:
-    """(lengths, new) of some sequences: decoding, chunks of a prefill, both at once; some sequences are empty."""
+    """(lengths, new) of some sequences: decoding, chunks of a prefill, both at once; some sequences are empty.
+
+    On a CPU some have more new tokens than keys.
+    """
     longest = max(2 * page_size + 3, 600 if on_gpu else 40)
     near = st.sampled_from((1, page_size - 1, page_size, page_size + 1, 2 * page_size)).filter(lambda n: n > 0)
     some = st.one_of(near, st.integers(1, longest))
-    kind = draw(st.sampled_from(("decode", "prefill", "chunks", "mixed")), label="kind")
+    kinds = ("decode", "prefill", "chunks", "mixed", *(() if on_gpu else ("more queries than keys",)))
+    kind = draw(st.sampled_from(kinds), label="kind")
     lengths = draw(st.lists(some if kind == "decode" else st.one_of(some, st.just(0)), min_size=1, max_size=5))
     if kind == "decode":
         return lengths, None
     if kind == "prefill":
         return lengths, lengths
+    if kind == "more queries than keys":
+        lengths = [min(n, 7) for n in lengths]
+        return lengths, [draw(st.integers(0, n + 6)) for n in lengths]
     most = [min(n, 150 if on_gpu else 25) if kind == "chunks" or draw(st.booleans()) else min(n, 1) for n in lengths]
     return lengths, [draw(st.integers(0, n)) for n in most]
 
@@ -259,7 +266,8 @@ def paged_signatures(draw: Any, claims: Support, on_gpu: bool = False) -> PagedC
         new = np.diff([0, *cuts, tokens]).tolist()
         if bound is not None and max(new) > bound:
             new = [4, 0, 1, tokens - 5]
-        lengths = [n + draw(st.integers(0, width * page_size - n)) for n in new]
+        lengths = [n if on_gpu or draw(st.booleans()) else draw(st.integers(0, n)) for n in new]
+        lengths = [draw(st.integers(least, width * page_size)) for least in lengths]
     counts = [-(-n // page_size) for n in lengths]
     return make_paged(
         lengths,
