@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -63,6 +63,12 @@ class Framework(NamedTuple):
 
     def zeros(self, *shape: int, dtype: str = "float32") -> Any:
         return self.array(np.zeros(shape, np.float32), dtype)
+
+    @contextmanager
+    def as_default(self) -> Iterator[None]:
+        """In the block JAX computes on the framework's device, as torch does with a tensor on it."""
+        with jax_on(self.device) if self.name == "jax" else nullcontext():
+            yield
 
     @property
     def other(self) -> Framework:

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from append_cases import Append, appends, make_append
-from frameworks import BOTH, EVERYWHERE, JAX, TORCH, Framework, jax_on
+from frameworks import BOTH, EVERYWHERE, JAX, TORCH, Framework
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_appends import Kind, Pools, assert_written, bits, expected, pools_of, tensors_of
@@ -78,7 +78,7 @@ def check_any(f: Framework, kinds: list[Kind]) -> None:
         results = appended(f, call, rotates, by_slots, pools=pools, tables=tables, on_host=on_host)
         assert_written(results, expected(call, pools, rotates), str(kind))
 
-    with jax_on(f.device):
+    with f.as_default():
         every()
 
 

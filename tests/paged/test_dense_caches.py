@@ -173,11 +173,14 @@ def run(
     *,
     learned: bool = False,
     device: str = "cpu",
-    compiled: bool = False,
+    compiled: Any = False,
     hosted: bool = False,
     **changed: Any,
 ) -> dict[str, np.ndarray]:
-    """out and lse, and with ``learned`` dq, dk and dv. ``changed`` replaces keywords of the call."""
+    """out and lse, and with ``learned`` dq, dk and dv. ``changed`` replaces keywords of the call.
+
+    compiled: whether the call is compiled; for torch also the backend of its compiler.
+    """
     options = {**call.options, **call.rows, **changed}
     if framework == "torch":
         return _run_torch(call, options, learned, device, compiled, hosted)
@@ -185,7 +188,7 @@ def run(
         return _run_jax(call, options, learned, compiled, hosted)
 
 
-def _run_torch(call: RowsCall, options: Any, learned: bool, device: str, compiled: bool, hosted: bool) -> Any:
+def _run_torch(call: RowsCall, options: Any, learned: bool, device: str, compiled: Any, hosted: bool) -> Any:
     dtype = getattr(torch, call.dtype)
     q, k, v = (torch.tensor(a, dtype=dtype, device=device, requires_grad=learned) for a in (call.q, call.k, call.v))
 
@@ -201,7 +204,9 @@ def _run_torch(call: RowsCall, options: Any, learned: bool, device: str, compile
     def attend(q: Any, k: Any, v: Any, options: Any) -> Any:
         return torch_frontend.attention(q, k, v, **options, return_lse=True)
 
-    attend = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False) if compiled else attend
+    if compiled:
+        compiler = "aot_eager" if compiled is True else compiled
+        attend = torch.compile(attend, fullgraph=True, backend=compiler, dynamic=False)
     with torch.set_grad_enabled(learned):
         out, lse = attend(q, k, v, options)
     results = {"out": out, "lse": lse}
@@ -342,25 +347,18 @@ def test_heads_first(framework: str) -> None:
 # Programs
 
 
-def test_torch_compiles_once_for_all_lengths() -> None:
-    for learned in (False, True):
-        torch._dynamo.reset()
-        counted = CompileCounterWithBackend("aot_eager")
-
-        def attend(q: Any, k: Any, v: Any, rows: Any) -> Any:
-            return torch_frontend.attention(q, k, v, **rows, causal=True, return_lse=True)
-
-        program = torch.compile(attend, fullgraph=True, backend=counted)
-        for seed, lengths in enumerate(([7, 19, 11], [23, 0, 5], [1, 2, 3])):
-            call = rows_call(lengths, [0, 0, 1], [4, 0, 2], causal=True, seed=seed)
-            q, k, v = (torch.tensor(a, dtype=torch.float32, requires_grad=learned) for a in (call.q, call.k, call.v))
-            out, lse = program(q, k, v, {name: torch.tensor(array) for name, array in call.rows.items()})
-            results = {"out": out, "lse": lse}
-            if learned:
-                dout = torch.tensor(call.dout, dtype=torch.float32)
-                results |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True))
-            assert is_right(call, {name: tensor.detach().numpy() for name, tensor in results.items()})
-        assert counted.frame_count == 1
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("learned", [False, True])
+def test_one_program_serves_all_lengths(learned: bool, framework: str) -> None:
+    torch._dynamo.reset()
+    _program.cache_clear()
+    counted = CompileCounterWithBackend("aot_eager")
+    for seed, lengths in enumerate(([7, 19, 11], [23, 0, 5], [1, 2, 3])):
+        call = rows_call(lengths, [0, 0, 1], [4, 0, 2], causal=True, seed=seed)
+        compiled = counted if framework == "torch" else True
+        assert is_right(call, run(framework, call, learned=learned, compiled=compiled))
+    program = _program((("causal", True),), learned)
+    assert (counted.frame_count if framework == "torch" else program._cache_size()) == 1
 
 
 @pytest.mark.parametrize("fields", SIGNATURES, ids=str)
@@ -403,16 +401,6 @@ def test_an_unknown_backend_is_refused_by_name(compiled: bool, backend: Any) -> 
     attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
     with pytest.raises(SpecError, match="backend='nope': unknown backend"):
         attend(q, k, v, torch.tensor([7, 19, 11], dtype=torch.int32))
-
-
-def test_jax_traces_once_for_all_lengths() -> None:
-    program = jax.jit(lambda q, k, v, rows: jax_frontend.attention(q, k, v, **rows, causal=True, return_lse=True))
-    for seed, lengths in enumerate(([7, 19, 11], [23, 0, 5], [1, 2, 3])):
-        call = rows_call(lengths, [0, 0, 1], [4, 0, 2], causal=True, seed=seed)
-        arrays = (jnp.asarray(array, jnp.float32) for array in (call.q, call.k, call.v))
-        out, lse = program(*arrays, {name: jnp.asarray(array) for name, array in call.rows.items()})
-        assert is_right(call, {"out": np.asarray(out), "lse": np.asarray(lse)})
-    assert program._cache_size() == 1
 
 
 def test_jax_transforms() -> None:
@@ -496,11 +484,9 @@ def test_many_queries_may_run_as_documents(
     call = rows_call([7, KV_LEN, 4], starts, None, q_len=19, **DOCUMENTS[name])
     assert is_right(call, run(framework, call))
     assert calls
-    frontend = torch_frontend if framework == "torch" else jax_frontend
-    array = torch.tensor if framework == "torch" else jnp.asarray
-    q, k, v = (array(each.astype(np.float32)) for each in (call.q, call.k, call.v))
-    rows = {key: array(each) for key, each in call.rows.items()}
-    spec = frontend.explain(q, k, v, **rows, causal=True).spec
+    f = next(each for each in BOTH if each.name == framework)
+    q, k, v = (f.array(each, "float32") for each in (call.q, call.k, call.v))
+    spec = f.frontend.explain(q, k, v, **f.arrays(call.rows), causal=True).spec
     assert spec.paged is None and (spec.documents or 0) > 2 * BATCH and spec.max_len_q == 19
 
 
@@ -674,25 +660,19 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("hosted", [False, True])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("f", BOTH, ids=str)
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_input(name: str, framework: str, hosted: bool) -> None:
+def test_bad_input(name: str, f: Framework, hosted: bool) -> None:
     keywords, kind, message = WRONG[name]
-    frontend, array = (torch_frontend, torch.tensor) if framework == "torch" else (jax_frontend, jnp.asarray)
     shapes = {"q": Q, "k": K, "v": K}
-    tensors = [array(np.zeros(keywords.get(each, shapes[each]), np.float32)) for each in "qkv"]
-    options: dict[str, Any] = {}
+    tensors = [f.zeros(*keywords.get(each, shapes[each])) for each in "qkv"]
+    options = {word: value for word, value in keywords.items() if word not in shapes}
+    options |= {n: np.array(v, np.int32) for n, v in options.items() if n in NAMES and isinstance(v, list)}
+    stays = {word: value for word, value in options.items() if hosted and word in (*NAMES, "key_ranges")}
     with jax.enable_x64(True):  # else JAX has no int64
-        for word, value in keywords.items():
-            if word in NAMES and isinstance(value, list):
-                value = np.array(value, np.int32)
-            if isinstance(value, np.ndarray):
-                value = value if hosted and word in (*NAMES, "key_ranges") else array(value)
-            if word not in shapes:
-                options[word] = value
-        for function in (frontend.attention, frontend.explain):
+        for function in (f.frontend.attention, f.frontend.explain):
             with pytest.raises(kind) as raised:
-                function(*tensors, **options)
+                function(*tensors, **f.arrays(options) | stays)
             assert str(raised.value).startswith(message), str(raised.value)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from frameworks import as_numpy, jax_on
+from frameworks import BOTH, EVERYWHERE, TORCH, Framework, as_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,14 +33,13 @@ def in_float64(outs: Any, lses: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.where(shares == 0, 0, shares * values).sum(0), lse
 
 
-def merged(framework: str, outs: Any, lses: Any, device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
-    if framework == "torch":
-        parts = [[torch.from_numpy(each).to(device) for each in arrays] for arrays in (outs, lses)]
-        out, lse = torch_frontend.merge_states(*parts)
-        return out.cpu().numpy(), lse.cpu().numpy()
-    with jax_on(device):
-        out, lse = jax_frontend.merge_states(list(map(jnp.asarray, outs)), list(map(jnp.asarray, lses)))
-    return np.asarray(out), np.asarray(lse)
+def merged(f: Framework, outs: Any, lses: Any, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """dtype: of the outs."""
+    with f.as_default():
+        out, lse = f.frontend.merge_states([f.array(each, dtype) for each in outs], [*map(f.array, lses)])
+        assert out.dtype == getattr(f.namespace, dtype)
+        assert f.name == "jax" or out.device.type == f.device
+        return as_numpy(out), as_numpy(lse)
 
 
 @st.composite
@@ -74,30 +73,30 @@ def is_right(actual: tuple[np.ndarray, np.ndarray], outs: Any, lses: Any) -> boo
     return bool(close and (near | (actual[1] == expected_lse)).all())
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("f", BOTH, ids=str)
 @settings(max_examples=60)
 @given(parts())
-def test_any_parts_merge_as_the_definition_says(framework: str, each: Parts) -> None:
-    assert is_right(merged(framework, *each), *each)
+def test_any_parts_merge_as_the_definition_says(f: Framework, each: Parts) -> None:
+    assert is_right(merged(f, *each), *each)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_part_without_keys_changes_no_bit(framework: str) -> None:
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_a_part_without_keys_changes_no_bit(f: Framework) -> None:
     random = np.random.default_rng(0)
     out, lse = random.standard_normal((2, 5, 3, 4), np.float32), random.standard_normal((2, 3, 5), np.float32)
     nothing = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
     for outs, lses in (([out], [lse]), ([out, nothing[0]], [lse, nothing[1]]), ([nothing[0], out], [nothing[1], lse])):
-        actual = merged(framework, outs, lses)
+        actual = merged(f, outs, lses)
         np.testing.assert_array_equal(actual[0], out)
         np.testing.assert_array_equal(actual[1], lse)
-    empty = merged(framework, [nothing[0]] * 2, [nothing[1]] * 2)
+    empty = merged(f, [nothing[0]] * 2, [nothing[1]] * 2)
     assert not empty[0].any() and (empty[1] == -np.inf).all()
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("f", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parts_of_a_device(dtype: str, packed: bool, framework: str, device: str) -> None:
+def test_parts_of_a_device(dtype: str, packed: bool, f: Framework) -> None:
     """On a GPU torch merges with a Triton kernel: many rows, a width that is no power of two, and empty parts."""
     random = np.random.default_rng(4)
     lead, rows, heads, dim = (() if packed else (2,)), 301, 5, 72
@@ -108,22 +107,13 @@ def test_parts_of_a_device(dtype: str, packed: bool, framework: str, device: str
         lse[..., number::7] = -np.inf
         out[np.swapaxes(lse, -1, -2) == -np.inf] = np.nan
         outs, lses = [*outs, torch.from_numpy(out).to(getattr(torch, dtype)).float().numpy()], [*lses, lse]
+    out, lse = merged(f, outs, lses, dtype)
     if dtype == "float32":
-        assert is_right(merged(framework, outs, lses, device), outs, lses)
+        assert is_right((out, lse), outs, lses)
         return
     expected, expected_lse = in_float64(outs, lses)
-    with jax_on(device):
-        if framework == "torch":
-            half = [torch.from_numpy(out).to(device, torch.bfloat16) for out in outs]
-            out, lse = torch_frontend.merge_states(half, [torch.from_numpy(lse).to(device) for lse in lses])
-            assert out.dtype == torch.bfloat16 and out.device.type == device
-        else:
-            out, lse = jax_frontend.merge_states(
-                [jnp.asarray(out, "bfloat16") for out in outs], [*map(jnp.asarray, lses)]
-            )
-            assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(as_numpy(out), expected, rtol=2.0**-7, atol=2.0**-7)
-    np.testing.assert_allclose(as_numpy(lse), expected_lse, rtol=2.0**-20, atol=2.0**-20)
+    np.testing.assert_allclose(out, expected, rtol=2.0**-7, atol=2.0**-7)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2.0**-20, atol=2.0**-20)
 
 
 @pytest.mark.parametrize("fault", ["base 2", "lse of another head", "mean"])
@@ -136,7 +126,7 @@ def test_planted_faults_are_seen(fault: str) -> None:
         "lse of another head": (outs, [lse[::-1].copy() for lse in lses]),
         "mean": (outs, [np.zeros_like(lse) for lse in lses]),
     }[fault]
-    assert not is_right(merged("torch", *wrong), outs, lses)
+    assert not is_right(merged(TORCH, *wrong), outs, lses)
 
 
 # With attention
@@ -266,19 +256,16 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_bad_input_is_one_clear_error(framework: str, name: str) -> None:
-    zeros: Any = torch.zeros if framework == "torch" else jnp.zeros
-
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_bad_input_is_one_clear_error(f: Framework, name: str) -> None:
     def make(shape: Any) -> Any:
         if isinstance(shape, list):
             return list(map(make, shape))
-        return zeros(shape) if isinstance(shape, tuple) else shape
+        return f.zeros(*shape) if isinstance(shape, tuple) else shape
 
     outs, lses, kind, text = BAD[name]
-    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
     with pytest.raises(kind, match=text):
-        frontend.merge_states(make(outs), make(lses))
+        f.frontend.merge_states(make(outs), make(lses))
 
 
 def test_bad_dtypes_are_refused() -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from frameworks import BOTH, JAX, TORCH, TORCH_ON_GPU, Framework
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import PagedCall, make_paged
@@ -40,19 +41,14 @@ FORMS: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], Any]]] = {
 """The names of layouts, and functions that lay out our pools so, by hand."""
 
 
-def as_torch(cache: Any) -> Any:
-    """The same numbers as dense tensors."""
+def dense(f: Framework, cache: Any) -> Any:
+    """The same numbers as dense arrays of a framework."""
     if isinstance(cache, tuple):
-        return tuple(map(as_torch, cache))
-    return torch.tensor(np.ascontiguousarray(cache), dtype=torch.float32)
+        return tuple(dense(f, each) for each in cache)
+    return f.array(np.ascontiguousarray(cache), "float32")
 
 
-def as_jax(cache: Any) -> Any:
-    return tuple(map(as_jax, cache)) if isinstance(cache, tuple) else jnp.asarray(cache, jnp.float32)
-
-
-def tables_of(call: PagedCall, array: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: None if table is None else array(table) for name, table in call.tables.items()}
+as_torch, as_jax = partial(dense, TORCH), partial(dense, JAX)
 
 
 def drawn(data: Any) -> PagedCall:
@@ -71,7 +67,7 @@ def test_a_pool_of_another_layout_gives_the_same_bits_in_torch(backend: str, for
     call = drawn(data)
     layout, lay_out = FORMS[form]
     q = torch.tensor(call.inputs.q, dtype=torch.float32)
-    tables, options = tables_of(call, torch.tensor), {"backend": backend, "return_lse": True}
+    tables, options = TORCH.arrays(call.tables), {"backend": backend, "return_lse": True}
     cache = as_torch(lay_out(call.inputs.k, call.inputs.v))
     k, v = torch_frontend.pages_of(cache, layout)
     memory = {each.untyped_storage().data_ptr() for each in (cache if isinstance(cache, tuple) else (cache,))}
@@ -86,7 +82,7 @@ def test_a_pool_of_another_layout_gives_the_same_bits_in_torch(backend: str, for
 def test_a_pool_of_another_layout_gives_the_same_bits_in_jax(backend: str, form: str) -> None:
     layout, lay_out = FORMS[form]
     call = make_paged((9, 5, 1), (3, 1, 0))
-    q, tables = as_jax(call.inputs.q), tables_of(call, jnp.asarray)
+    q, tables = as_jax(call.inputs.q), JAX.arrays(call.tables)
     cache = as_jax(lay_out(call.inputs.k, call.inputs.v))
 
     def attend(q: Any, cache: Any, tables: Any, layout: str) -> Any:
@@ -104,7 +100,7 @@ def test_a_pool_of_another_layout_gives_the_same_bits_in_jax(backend: str, form:
 def test_an_append_writes_into_the_cache_itself(new: Any, form: str) -> None:
     layout, lay_out = FORMS[form]
     call = make_paged((9, 4, 30, 7), new)
-    tables = tables_of(call, torch.tensor)
+    tables = TORCH.arrays(call.tables)
     tokens = 4 if new is None else sum(new)
     k, v = torch.randn(2, tokens, 2, 8)
     expected = torch_frontend.append_kv(*as_torch((call.inputs.k, call.inputs.v)), k, v, **tables)
@@ -116,7 +112,7 @@ def test_an_append_writes_into_the_cache_itself(new: Any, form: str) -> None:
     appended = jax_frontend.append_kv(
         *jax_frontend.pages_of(as_jax(lay_out(call.inputs.k, call.inputs.v)), layout),
         *map(jnp.asarray, (k.numpy(), v.numpy())),
-        **tables_of(call, jnp.asarray),
+        **JAX.arrays(call.tables),
     )
     for one, other in zip(appended, expected, strict=True):
         np.testing.assert_array_equal(one, other.numpy())
@@ -128,7 +124,7 @@ def test_a_device_reads_and_writes_another_layout(new: Any, form: str, device: s
     """In half precision, on the kernels that selection picks, which read views of the cache in place on a GPU."""
     layout, lay_out = FORMS[form]
     call = make_paged((90, 4, 300, 7), new, page_size=16, head_dim=64, value_dim=64, dtype="bfloat16")
-    tables = tables_of(call, partial(torch.tensor, device=device))
+    tables = (TORCH if device == "cpu" else TORCH_ON_GPU).arrays(call.tables)
     tokens = 4 if new is None else sum(new)
     torch.manual_seed(0)
     q, k, v = (torch.randn(tokens, heads, 64).to(device, torch.bfloat16) for heads in (4, 2, 2))
@@ -211,7 +207,7 @@ def test_xla_reads_the_pool_in_place_on_its_own_backend(form: str) -> None:
 @pytest.mark.parametrize("fault", ["keys for values", "heads for slots"])
 def test_a_wrong_view_changes_the_result(fault: str) -> None:
     call = make_paged((9, 5), page_size=2, num_kv_heads=2)  # page_size and kv_heads agree, so no shape tells
-    q, tables = torch.tensor(call.inputs.q, dtype=torch.float32), tables_of(call, torch.tensor)
+    q, tables = torch.tensor(call.inputs.q, dtype=torch.float32), TORCH.arrays(call.tables)
     cache = as_torch(np.stack((call.inputs.k, call.inputs.v), 1))
     right = torch_frontend.paged_attention(q, *torch_frontend.pages_of(cache, "NHD"), **tables)
     if fault == "heads for slots":
@@ -236,16 +232,14 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_bad_input_is_one_clear_error(framework: str, name: str) -> None:
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_bad_input_is_one_clear_error(f: Framework, name: str) -> None:
     shape, layout, kind, text = BAD[name]
-    zeros = torch.zeros if framework == "torch" else jnp.zeros
     cache = shape
     if shape is not None:
-        cache = tuple(map(zeros, shape)) if isinstance(shape[0], tuple) else zeros(shape)
-    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
+        cache = tuple(f.zeros(*each) for each in shape) if isinstance(shape[0], tuple) else f.zeros(*shape)
     with pytest.raises(kind, match=text):
-        frontend.pages_of(cache, layout)
+        f.frontend.pages_of(cache, layout)
 
 
 def test_a_pool_that_a_gpu_kernel_cannot_read_is_refused_rather_than_copied() -> None:

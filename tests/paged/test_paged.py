@@ -219,7 +219,7 @@ def test_a_prefill_in_chunks_equals_one_prefill(framework: Framework, chunk: int
     sequence."""
     heads, kv_heads, dim, lengths = 4, 2, 16, {"a": 10, "b": 7}
     random, rough = np.random.default_rng(chunk), 3e-6 if framework.device == "cpu" else 1e-4
-    with jax_on(framework.device) if framework.name == "jax" else _nothing():
+    with framework.as_default():
         cache = framework.frontend.PagedKVCache(
             num_layers=2, num_pages=8, page_size=3, kv_heads=kv_heads, head_dim=dim, device=_device(framework)
         )
@@ -247,11 +247,6 @@ def test_a_prefill_in_chunks_equals_one_prefill(framework: Framework, chunk: int
     assert "2 layers, 2 sequences" in repr(cache)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _device(framework: Framework) -> Any:
     return framework.device if framework.name == "torch" else None
 
@@ -259,7 +254,7 @@ def _device(framework: Framework) -> Any:
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 def test_a_cache_copies_shared_pages_before_writing_and_reuses_freed_pages(framework: Framework) -> None:
     """Forks with a common beginning continue separately; a freed page full of NaN serves another sequence."""
-    with jax_on(framework.device) if framework.name == "jax" else _nothing():
+    with framework.as_default():
         cache = framework.frontend.PagedKVCache(
             num_layers=1, num_pages=4, page_size=4, kv_heads=1, head_dim=16, value_dim=16, device=_device(framework)
         )
@@ -339,7 +334,7 @@ def test_append_writes_only_the_new_tokens(framework: Framework) -> None:
             assert all(one is other for one, other in zip(actual, arrays))
             assert [pool.data_ptr() for pool in actual] == places
 
-    with jax_on(framework.device) if on_jax else _nothing():
+    with framework.as_default():
         every_append()
 
 
@@ -379,7 +374,7 @@ def test_traced_tokens_without_a_place_are_not_written() -> None:
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 def test_append_of_no_tokens(framework: Framework) -> None:
     call = make_paged((5, 2), (0, 0))
-    with jax_on(framework.device) if framework.name == "jax" else _nothing():
+    with framework.as_default():
         pools = [framework.array(pool, "float32") for pool in (call.inputs.k, call.inputs.v)]
         k, v = (framework.array(new, "float32") for new in new_tokens(call))
         for pool, before in zip(framework.frontend.append_kv(*pools, k, v, **call.tables), call.inputs[1:3]):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx as flax_nnx
+from frameworks import JAX, TORCH
 
 import jax_frontend
 import torch_frontend
@@ -361,51 +362,31 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
         ShapeError,
         r"^positions: expected \[seq\] = \[2\]",
     ),
+    "three axes": ({}, {"x": normal(0, 1, 2, FEATURES)}, ShapeError, r"^x: expected \[tokens, features\] with pages"),
+    "one axis": ({}, {"x": normal(0, FEATURES)}, ShapeError, r"^x: expected \[tokens, features\] with pages"),
+    "features": ({}, {"x": normal(0, 2, FEATURES + 1)}, ShapeError, f"^x: expected the layer's {FEATURES} features"),
+    "heads of the pool": ({}, {}, ShapeError, rf"^k: expected .* = \[2, {KV_HEADS - 1}, {DIM}\]"),
 }
 
 
-@every_layer
-@pytest.mark.parametrize("case", REFUSED)
+REFUSING = [(name, case) for case in REFUSED for name in LAYERS if (name, case) != ("linen", "features")]
+"""Flax itself refuses other features than those of linen's weights."""
+
+
+@pytest.mark.parametrize(("name", "case"), REFUSING)
 def test_refusals_name_the_argument(name: str, case: str) -> None:
     options, more, error, words = REFUSED[case]
     layer = LAYERS[name]({"causal": True, **options})
+    if case == "heads of the pool":
+        layer.cache = type(layer.cache)(**{**POOL, "kv_heads": KV_HEADS - 1})
     layer.cache.add("a")
-    as_array = torch.as_tensor if name == "torch" else jnp.asarray
-    given = {key: value if isinstance(value, tuple) else as_array(value) for key, value in more.items()}
+    f = TORCH if name == "torch" else JAX
+    given = f.arrays({"x": normal(0, 2, FEATURES), **more})
     call = layer.layer if name == "torch" else layer.apply
     pages = Pages(layer.cache.k_pages[0], layer.cache.v_pages[0], layer.cache.step(["a"], [2]))
     with pytest.raises(error, match=words), torch.no_grad():
-        call(as_array(normal(0, 2, FEATURES)), pages=pages, **given)
+        call(given.pop("x"), pages=pages, **given)
     assert not np.asarray(layer.cache.k_pages[0]).any(), "a refused call wrote to the pool"
-
-
-@every_layer
-@pytest.mark.parametrize("shape", [(1, 2, FEATURES), (FEATURES,)])
-def test_x_of_a_wrong_rank_is_refused(name: str, shape: tuple[int, ...]) -> None:
-    layer = LAYERS[name](OPTIONS[0])
-    layer.cache.add("a")
-    step = layer.cache.step(["a"], [2])
-    with pytest.raises(ShapeError, match=r"^x: expected \[tokens, features\] with pages"):
-        layer.paged(normal(0, *shape), step)
-
-
-@pytest.mark.parametrize("name", ["torch", "nnx"])
-def test_a_wrong_number_of_features_is_refused(name: str) -> None:
-    layer = LAYERS[name](OPTIONS[0])
-    layer.cache.add("a")
-    step = layer.cache.step(["a"], [2])
-    with pytest.raises(ShapeError, match=f"^x: expected the layer's {FEATURES} features"):
-        layer.paged(normal(0, 2, FEATURES + 1), step)
-
-
-@every_layer
-def test_a_pool_with_other_heads_is_refused(name: str) -> None:
-    layer = LAYERS[name](OPTIONS[0])
-    layer.cache = type(layer.cache)(**{**POOL, "kv_heads": KV_HEADS - 1})
-    layer.cache.add("a")
-    step = layer.cache.step(["a"], [2])
-    with pytest.raises(ShapeError, match=rf"^k: expected \[tokens, kv_heads, dim\] = \[2, {KV_HEADS - 1}, {DIM}\]"):
-        layer.paged(normal(0, 2, FEATURES), step)
 
 
 @every_layer

@@ -15,7 +15,6 @@ import cpu_meshes
 import torch
 from both_frontends import DEVICES, FRAMEWORKS, module_on, same_bits, target
 from frameworks import EVERYWHERE, Framework, as_numpy
-from frameworks import jax_on as jax_on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -246,7 +245,7 @@ def test_a_cache_verifies_a_tree(framework: Framework) -> None:
     random = np.random.default_rng(3)
     parents, count = [-1, 0, 1, 0], 4
     old, new = ([random.standard_normal((n, 2, 16)).astype(np.float32) for _ in "qkv"] for n in (5, count))
-    with jax_on_device(framework.device) if framework.name == "jax" else torch.no_grad():
+    with framework.as_default(), torch.no_grad():
         place = framework.device if framework.name == "torch" else None
         sizes = {"num_layers": 1, "num_pages": 30, "page_size": 4, "kv_heads": 2, "head_dim": 16, "device": place}
         cache = framework.frontend.PagedKVCache(**sizes)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import quantised_numbers as quantised
 import torch
+from frameworks import BOTH, JAX, TORCH, Framework
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import PagedCall, judge, make_paged, paged_calls, paged_signatures
+from quantised_appends import bits
 from quantised_cases import KINDS, jax_arguments, quantised_call, run, torch_arguments, torch_pool
 
 import jax_frontend
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.sampled
 
 HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}
 CLAIMS = load("math", "cpu").forward_claims
-TORCH, JAX = ("math", "sdpa_flash"), ("math", "sdpa_flash", "jax_xla")
+BACKENDS = ("math", "sdpa_flash")
 
 
 def even(call: PagedCall, dtype: str) -> bool:
@@ -52,7 +54,7 @@ def test_torch(data: Any) -> None:
     dtype, by = data.draw(st.sampled_from(KINDS))
     plain = data.draw(paged_calls(CLAIMS).filter(lambda call: even(call, dtype)))
     call = quantised_call(replace(plain, spec=replace(plain.spec, return_lse=True)), dtype, by)
-    for backend in TORCH:
+    for backend in BACKENDS:
         if accepted(call, backend):
             verdict = judge(call, run("torch", call, backend))
             assert verdict.ok, f"{backend}: {call}\n{verdict}"
@@ -65,7 +67,7 @@ def test_jax_and_the_bits_of_torch(data: Any) -> None:
     dtype, by = data.draw(st.sampled_from(KINDS))
     plain = data.draw(paged_signatures(CLAIMS).filter(lambda call: even(call, dtype)))
     call = quantised_call(replace(plain, spec=replace(plain.spec, return_lse=True)), dtype, by)
-    for backend in JAX:
+    for backend in (*BACKENDS, "jax_xla"):
         if backend != "jax_xla" and not accepted(call, backend):
             continue
         results = run("jax", call, backend)
@@ -163,13 +165,6 @@ def rows_to_quantise(seed: int) -> np.ndarray:
     rows[:6] = np.array([0.0, -0.0, 3.4028235e38, 1e-44, 448.0, 127.0])[:, None, None]
     rows[6, 0, 0], rows[7, 1, 3], rows[8, 2] = np.nan, np.inf, -np.inf
     return rows.astype(np.float32)
-
-
-def bits(array: Any) -> np.ndarray:
-    if isinstance(array, torch.Tensor):
-        array = (array.view(torch.uint8) if array.dtype == torch.float8_e4m3fn else array).numpy()
-    array = np.asarray(array)
-    return array.view(np.uint8 if array.itemsize == 1 else np.int32)
 
 
 @pytest.mark.parametrize("by", ["token", "page"])
@@ -280,26 +275,27 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+def arguments(f: Framework, call: PagedCall) -> Any:
+    return (torch_arguments if f is TORCH else jax_arguments)(call)
+
+
+@pytest.mark.parametrize("f", BOTH, ids=str)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_scales_have_one_clear_error(name: str, framework: str) -> None:
+def test_bad_scales_have_one_clear_error(name: str, f: Framework) -> None:
     changes, error, says = BAD[name]
     call = good("int8")
-    arrays, keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
-    cast = torch.from_numpy if framework == "torch" else jnp.asarray
+    arrays, keywords = arguments(f, call)
     for key, change in changes.items():
-        keywords[key] = None if change is None else cast(np.array(change(getattr(call.inputs, key))))
-    attend = (torch_frontend if framework == "torch" else jax_frontend).paged_attention
+        keywords[key] = None if change is None else f.array(change(getattr(call.inputs, key)))
     with pytest.raises(error, match=says):
-        attend(*arrays, **keywords)
+        f.frontend.paged_attention(*arrays, **keywords)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_dtypes_that_do_not_go_together(framework: str) -> None:
-    call = good("float8_e4m3fn")
-    (q, k, v), keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
-    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
-    to = (lambda array, name: array.to(getattr(torch, name))) if framework == "torch" else (lambda a, n: a.astype(n))
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_dtypes_that_do_not_go_together(f: Framework) -> None:
+    (q, k, v), keywords = arguments(f, good("float8_e4m3fn"))
+    frontend = f.frontend
+    to = (lambda array, name: array.to(getattr(torch, name))) if f is TORCH else (lambda a, n: a.astype(n))
     with pytest.raises(DTypeError, match=r"^v_pages: expected the dtype of k_pages, float8_e4m3fn, got bfloat16"):
         frontend.paged_attention(q, k, to(v, "bfloat16"), **keywords)
     with pytest.raises(SpecError, match=r"^k_scales: expected None, because pages in bfloat16 have no scales$"):
@@ -313,14 +309,12 @@ def test_dtypes_that_do_not_go_together(framework: str) -> None:
         frontend.append_kv(k, v, new[0], new[1][..., :4], **keywords)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_append_refuses_page_scales_that_are_not_positive(framework: str) -> None:
-    call = good("int8", "page")
-    (q, k, v), keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
-    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_append_refuses_page_scales_that_are_not_positive(f: Framework) -> None:
+    (q, k, v), keywords = arguments(f, good("int8", "page"))
     before = bits(k).copy()
     with pytest.raises(SpecError, match=r"^v_scales\[\d, 0\]=-?0.0: expected a positive, finite scale"):
-        frontend.append_kv(k, v, q[:3, :2], q[:3, :2, :8], **{**keywords, "v_scales": keywords["v_scales"] * 0})
+        f.frontend.append_kv(k, v, q[:3, :2], q[:3, :2, :8], **{**keywords, "v_scales": keywords["v_scales"] * 0})
     np.testing.assert_array_equal(bits(k), before)
 
 
@@ -377,8 +371,7 @@ def test_caches_of_both_frontends_agree_after_a_fork(dtype: str) -> None:
             elif "b" in names_ and len(cache.allocator) == 1:
                 cache.fork("a", "b")  # shares a page that is not full
             step = cache.step(names_, new)
-            cast = (lambda a: torch.tensor(a).bfloat16()) if cache is ours else (lambda a: jnp.asarray(a, jnp.bfloat16))
-            q, k, v = map(cast, arrays)
+            q, k, v = ((TORCH if cache is ours else JAX).array(each, "bfloat16") for each in arrays)
             cache.update(0, k, v, step)
             outs.append(cache.attend(0, q, step, backend="math"))
         np.testing.assert_array_equal(outs[0].float().numpy(), np.asarray(outs[1], np.float32))
@@ -387,14 +380,14 @@ def test_caches_of_both_frontends_agree_after_a_fork(dtype: str) -> None:
     assert f"{dtype} with a scale per token and kv head" in repr(ours) and ours.stored == theirs.stored
 
 
-@pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=["torch", "jax"])
-def test_caches_refuse_unknown_dtypes(frontend: Any) -> None:
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_caches_refuse_unknown_dtypes(f: Framework) -> None:
     sizes = {"num_layers": 1, "num_pages": 8, "page_size": 4, "kv_heads": 2, "head_dim": 15}
     for value in ("int2", "fp8", 8):
         with pytest.raises(SpecError, match=r"^kv_dtype=.*: expected one of float8_e4m3fn, int8, int4, or None"):
-            frontend.PagedKVCache(**sizes, kv_dtype=value)
+            f.frontend.PagedKVCache(**sizes, kv_dtype=value)
     with pytest.raises(ShapeError, match=r"^head_dim=15: expected an even number, because int4"):
-        frontend.PagedKVCache(**sizes, kv_dtype="int4")
+        f.frontend.PagedKVCache(**sizes, kv_dtype="int4")
 
 
 def test_caches_take_the_dtypes_of_their_framework() -> None:
@@ -411,37 +404,24 @@ def test_caches_take_the_dtypes_of_their_framework() -> None:
             frontend.PagedKVCache(**sizes, kv_dtype=wrong)
 
 
-def test_a_layer_decodes_from_quantised_pages() -> None:
-    from torch_frontend.module import Attention
-
-    layer = Attention(num_heads=4, num_kv_heads=2, in_features=32, head_dim=16, causal=True)
-    x, outs = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)), {}
-    for dtype in (None, "int8"):
-        cache = torch_frontend.PagedKVCache(
-            num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=16, kv_dtype=dtype
-        )
-        cache.add("a")
-        with torch.no_grad():
-            outs[dtype], pool = layer(x, pages=cache.pages(0, cache.step(["a"], 6)))
-        assert len(pool) == (2 if dtype is None else 4)
-    assert 0 < (outs[None] - outs["int8"]).abs().max() < 0.02
-
-
-def test_flax_decodes_from_quantised_pages() -> None:
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_a_layer_decodes_from_quantised_pages(f: Framework) -> None:
     from jax_frontend.linen import Attention
+    from torch_frontend.module import Attention as Module
 
-    layer = Attention(num_heads=4, num_kv_heads=2, head_dim=16, causal=True)
-    x = jax.random.normal(jax.random.key(0), (6, 32))
-    weights, outs = None, {}
+    sizes = {"num_kv_heads": 2, "head_dim": 16, "causal": True}
+    x, outs = f.array(np.random.default_rng(0).standard_normal((6, 32)), "float32"), {}
+    if f is TORCH:
+        layer: Any = torch.no_grad()(Module(num_heads=4, in_features=32, **sizes))
+    else:
+        linen = Attention(num_heads=4, **sizes)
+        layer = partial(linen.apply, linen.init(jax.random.key(1), x[None]))
     for dtype in (None, "int8"):
-        cache = jax_frontend.PagedKVCache(
-            num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=16, kv_dtype=dtype
-        )
+        cache = f.frontend.PagedKVCache(num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=16, kv_dtype=dtype)
         cache.add("a")
-        weights = layer.init(jax.random.key(1), x[None]) if weights is None else weights
-        outs[dtype], pool = layer.apply(weights, x, pages=cache.pages(0, cache.step(["a"], 6)))
+        outs[dtype], pool = layer(x, pages=cache.pages(0, cache.step(["a"], 6)))
         assert len(pool) == (2 if dtype is None else 4)
-    assert 0 < jnp.abs(outs[None] - outs["int8"]).max() < 0.02
+    assert 0 < abs(outs[None] - outs["int8"]).max() < 0.02
 
 
 @pytest.mark.parametrize("shards", [2, 4])

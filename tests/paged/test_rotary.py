@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 import rotary_reference as reference
 from both_frontends import _numpy
-from frameworks import JAX_ON_GPU, jax_on
+from frameworks import BOTH, JAX_ON_GPU, Framework, jax_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xla_compiler import as_users_have_it
@@ -202,17 +202,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("f", BOTH, ids=str)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str, framework: str) -> None:
+def test_bad_input(name: str, f: Framework) -> None:
     changed, error, text = BAD[name]
     x, cos, sin, positions = draw()
     call = {"x": x.numpy(), "cos": cos.numpy(), "sin": sin.numpy(), "positions": positions, **changed}
     for key in ("x", "cos", "sin"):
-        array = call[key].astype(np.float32) if call[key].dtype == np.float64 else call[key]
-        call[key] = torch.tensor(array) if framework == "torch" else jnp.asarray(array)
+        call[key] = f.array(call[key], "float32" if call[key].dtype == np.float64 else None)
     with pytest.raises(error, match=text):
-        (torch_frontend if framework == "torch" else jax_frontend).apply_rotary(**call)
+        f.frontend.apply_rotary(**call)
 
 
 def test_float64_tables_need_float64_data() -> None:
