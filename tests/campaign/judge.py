@@ -11,6 +11,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.call.tensors import Gradients
 from attn_core.cli.trial import Trial, draw, expectation
+from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, choice
 from tests.campaign.case import Case, same_documents
@@ -137,13 +138,16 @@ def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry) -> Verdic
     inputs = trial.inputs
     if trial.spec.dropout and entry.words is not None:
         inputs = inputs._replace(rng=entry.words(trial.seed))
-    expected = expectation(trial._replace(inputs=inputs))
-    names = [f"d{name}" for name in trial.learned]
-    gradients = Gradients(**{name: arrays[name] for name in names}) if names else None  # type: ignore[arg-type]
-    accuracy = expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)
+    accuracy = compared(expectation(trial._replace(inputs=inputs)), trial.learned, arrays)
     allowed = 1 + MERGE * (entry.parts - 1)
     wrong = [str(quantity) for quantity in accuracy.quantities if not quantity.use <= allowed]
     return Verdict(fault="; ".join(wrong) or None, use=accuracy.worst / allowed)
+
+
+def compared(expected: Expected, learned: tuple[str, ...], results: dict[str, np.ndarray]) -> Accuracy:
+    """Compares the results of a call, with the gradients of all its learned inputs, with the reference's."""
+    gradients = Gradients(**{f"d{name}": results[f"d{name}"] for name in learned}) if learned else None  # type: ignore[arg-type]
+    return expected.judge(out=results["out"], lse=results.get("lse"), gradients=gradients)
 
 
 def fails_alike(fault: str, device: str) -> Callable[[Case], bool]:

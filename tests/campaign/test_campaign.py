@@ -123,7 +123,7 @@ def test_a_relation_keeps_the_result(name: str) -> None:
         results, expected = join([by_reference(each) for each in trials]), by_reference(trial)
         assert results.keys() == expected.keys()
         for quantity, truth in expected.items():
-            np.testing.assert_allclose(results[quantity], truth, rtol=1e-9, atol=1e-9, err_msg=f"{quantity} of {case}")
+            np.testing.assert_allclose(results[quantity], truth, 1e-12, 1e-14, err_msg=f"{quantity} of {case}")
         count += 1
         assert not any(_same(trial, each) for each in trials)
     assert count >= 5

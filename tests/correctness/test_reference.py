@@ -265,16 +265,6 @@ def test_a_row_without_keys(sinks):
         np.testing.assert_allclose(again.dsinks - gradients.dsinks, more, rtol=1e-12)
 
 
-def test_a_sink_takes_its_share_of_the_weights():
-    case = make({"sinks": True, "q_len": 1, "kv_len": 1, "num_heads": 1, "num_kv_heads": 1, "batch": 1})
-    spec, inputs = case.spec, case.inputs
-    score = spec.scale * float(inputs.q.ravel() @ inputs.k.ravel())
-    out, lse = reference.forward(spec, inputs)
-    total = math.exp(score) + math.exp(inputs.sinks[0])
-    assert lse.item() == pytest.approx(math.log(total))
-    np.testing.assert_allclose(out.ravel(), inputs.v.ravel() * math.exp(score) / total)
-
-
 @pytest.mark.parametrize("zero", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"q_len": 0, "kv_len": 0}])
 @pytest.mark.parametrize("extra", [{}, {"causal": True, "sinks": True}, {"window": (1, 1), "alibi_shape": (9,)}])
 def test_zero_sizes_are_defined(zero, extra):
@@ -286,45 +276,6 @@ def test_zero_sizes_are_defined(zero, extra):
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
     for name, gradient in zip(("q", "k", "v"), gradients):
         assert gradient.shape == getattr(case.inputs, name).shape and (gradient == 0).all()
-
-
-def test_the_two_alignments_differ_by_the_length_difference():
-    case = make({"causal": True})  # 5 queries, 7 keys: bottom-right query i sees the keys of top-left query i + 2
-    padded = fill(AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"}), 0).inputs
-    q = np.concatenate([padded.q[:, :2], case.inputs.q], axis=1)
-    spec = AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"})
-    out, _ = reference.forward(spec, case.inputs._replace(q=q))
-    np.testing.assert_allclose(out[:, 2:], reference.forward(case.spec, case.inputs)[0], rtol=1e-13)
-    top_left, _ = reference.forward(altered(case, alignment="top_left").spec, case.inputs)
-    group = np.arange(9) // 3
-    np.testing.assert_allclose(top_left[:, 0], case.inputs.v[:, 0, group])  # the first query sees only the first key
-
-
-def spec_fields(spec: AttentionSpec) -> dict:
-    return {name: getattr(spec, name) for name in AttentionSpec.__dataclass_fields__}
-
-
-def test_packed_documents_equal_separate_calls():
-    case = make({**FEATURES["packed, causal"], "sinks": True, "softcap": 1.1})
-    out, lse = reference.forward(case.spec, case.inputs)
-    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
-    bounds_q, bounds_k, dsinks = case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, 0.0
-    for d in range(len(LENGTHS_Q)):
-        at_q, at_k = (slice(cu[d], cu[d + 1]) for cu in (bounds_q, bounds_k))
-        alone = Inputs(
-            case.inputs.q[None, at_q], case.inputs.k[None, at_k], case.inputs.v[None, at_k], sinks=case.inputs.sinks
-        )
-        fields = {"documents": None, "q_len": LENGTHS_Q[d], "kv_len": LENGTHS_K[d]}
-        spec = AttentionSpec(**{**spec_fields(case.spec), **fields})
-        alone_out, alone_lse = reference.forward(spec, alone)
-        np.testing.assert_allclose(alone_out[0], out[at_q], rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(alone_lse[0], lse[:, at_q], rtol=1e-12)
-        douts = case.dout[None, at_q], case.dlse[None, :, at_q]
-        part = reference.backward(spec, alone, alone_out, alone_lse, *douts)
-        for name, at in (("dq", at_q), ("dk", at_k), ("dv", at_k)):
-            np.testing.assert_allclose(getattr(part, name)[0], getattr(gradients, name)[at], rtol=1e-10, atol=1e-13)
-        dsinks = dsinks + part.dsinks
-    np.testing.assert_allclose(dsinks, gradients.dsinks, rtol=1e-10)
 
 
 # NaN and Inf

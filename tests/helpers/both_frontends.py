@@ -24,10 +24,11 @@ import torch_frontend
 from attn_core import SeqInfo, Target, backends
 from attn_core.call.seq_info import tail_of
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Tangents
+from attn_core.call.tensors import Tangents
 from attn_core.cli.trial import as_keywords
 from attn_core.correctness import accuracy
 from jax_frontend.dispatch import plan as jax_plan
+from tests.campaign.judge import compared
 from torch_frontend.dispatch import plan as torch_plan
 
 FRAMEWORKS = ("torch", "jax")
@@ -172,10 +173,7 @@ def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> 
     inputs = call.inputs._replace(rng=dropout_words(framework, call, device))
     dlse = call.dlse if call.spec.return_lse else None
     expected = accuracy.expect(call.spec, inputs, dout=call.dout if call.learned else None, dlse=dlse)
-    gradients = None
-    if call.learned:
-        gradients = Gradients(**{f"d{name}": results[f"d{name}"] for name in call.learned})
-    return expected.judge(out=results["out"], lse=results.get("lse"), gradients=gradients)
+    return compared(expected, call.learned, results)
 
 
 def dropout_words(framework: str, call: Call, device: str = "cpu") -> Any:

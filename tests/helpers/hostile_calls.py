@@ -85,87 +85,67 @@ def _layer(**config: float) -> Any:
     return type("Layer", (), {"config": type("Config", (), config)(), "training": False})()
 
 
+def plain(**values: Any) -> dict[str, Make]:
+    """Good values that are the same object in every call."""
+    return {name: lambda value=value: value for name, value in values.items()}
+
+
+class _Arrays:
+    """Makers of a framework's arrays."""
+
+    def __init__(self, framework: str) -> None:
+        self.of = _array_of(framework)
+
+    def numbers(self, *shape: int, dtype: str = "float32") -> Make:
+        return lambda: self.of(_numbers(*shape, dtype=dtype))
+
+    def ints(self, *values: Any) -> Make:
+        return lambda: self.of(np.array(values, np.int32))
+
+
 @cache
 def good_values(framework: str) -> dict[str, Make]:
     """Good values by the name of a parameter."""
-    array = _array_of(framework)
-
-    def numbers(*shape: int, dtype: str = "float32") -> Make:
-        return lambda: array(_numbers(*shape, dtype=dtype))
-
-    def ints(*values: Any) -> Make:
-        return lambda: array(np.array(values, np.int32))
-
-    def plain(value: Any) -> Make:
-        return lambda: value
-
-    head_first = {name: numbers(2, 2, 7, 8) for name in ("K", "V")}
+    numbers, ints = _Arrays(framework).numbers, _Arrays(framework).ints
+    keys, values, packed_pages = numbers(2, 7, 2, 8), numbers(2, 4, 7, 8), numbers(6, 4, 2, 8)
     good = {
-        **{"q": numbers(2, 5, 4, 8), "k": numbers(2, 7, 2, 8), "v": numbers(2, 7, 2, 8), "qkv": numbers(2, 5, 3, 4, 8)},
-        **{"query": numbers(2, 4, 5, 8), "key": numbers(2, 4, 7, 8), "value": numbers(2, 4, 7, 8)},
-        **{"Q": numbers(2, 4, 5, 8), **head_first, "x": numbers(1, 8, 2, 8)},
+        **{"q": numbers(2, 5, 4, 8), "k": keys, "v": keys, "qkv": numbers(2, 5, 3, 4, 8)},
+        **{"query": numbers(2, 4, 5, 8), "key": values, "value": values, "x": numbers(1, 8, 2, 8)},
+        **{"Q": numbers(2, 4, 5, 8), "K": numbers(2, 2, 7, 8), "V": numbers(2, 2, 7, 8)},
         **{"mask": numbers(5, 7, dtype="bool"), "bias": numbers(5, 7), "alibi_slopes": numbers(4), "sinks": numbers(4)},
-        **{"causal": plain(True), "alignment": plain("top_left"), "window": plain((3, 0)), "softcap": plain(20.0)},
-        **{"scale": plain(0.5), "layout": plain("bshd"), "dropout": plain(0.0), "deterministic": plain(True)},
-        **{"invariant": plain("batch")},
-        **{"backend": plain(None), "return_lse": plain(True), "return_max_logit": plain(True)},
-        **{"dropout_rng": plain(None), "seq_info": plain(None), "needs_backward": plain(False)},
-        **{"on": plain(True), "names": plain("math")},
-        **{"attn_mask": numbers(5, 7, dtype="bool"), "dropout_p": plain(0.0), "is_causal": plain(False)},
-        **{"enable_gqa": plain(False), "attention_kwargs": plain(None), "attention_mask": plain(None)},
+        **plain(causal=True, alignment="top_left", window=(3, 0), softcap=20.0, scale=0.5, layout="bshd"),
+        **plain(dropout=0.0, deterministic=True, invariant="batch", backend=None, return_lse=True),
+        **plain(return_max_logit=True, dropout_rng=None, seq_info=None, needs_backward=False, on=True, names="math"),
+        **plain(dropout_p=0.0, is_causal=False, enable_gqa=False, attention_kwargs=None, attention_mask=None),
+        **{"attn_mask": numbers(5, 7, dtype="bool"), "causal_mask": numbers(5, 7)},
         **{"block_table": ints([0, 1], [2, -1], [3, 4]), "seq_lens": ints(6, 2, 8), "cu_seqlens_q": ints(0, 1, 2, 3)},
         **{"kv_lengths": ints(7, 6), "kv_starts": ints(0, 2), "cache_index": ints(1, 0)},
-        **{"k_pages": numbers(6, 4, 2, 8), "v_pages": numbers(6, 4, 2, 8), "max_len_q": plain(1)},
-        **{"k_scales": plain(None), "v_scales": plain(None), "kv_dtype": plain(None)},
-        **{"num_layers": plain(1), "num_pages": plain(6), "page_size": plain(4), "kv_heads": plain(2)},
-        **{"head_dim": plain(8), "value_dim": plain(8), "width": plain(2), "layer": plain(0), "device": plain(None)},
-        **{"name": plain("a"), "parent": plain("a"), "tokens": plain(1), "lengths": plain([6, 2]), "new": plain(1)},
-        **{
-            "lengths_q": plain([3, 2]),
-            "lengths_k": plain([4, 3]),
-            "max_len": plain(None),
-            "max_documents": plain(None),
-        },
-        **{"array": plain(None), "strategy": plain(None), "length": plain(8), "head_groups": plain(None)},
-        **{"dim": plain(1), "mesh": one_rank_mesh if framework == "torch" else plain(None)},
-        **{"provider": plain("native"), "convert_to_fp32": plain(True), "rotate_method": plain("allgather")},
-        **{"training": plain(False), "uses_mask": plain(False), "use_varlen": plain(False)},
-        **{"kwargs": dict, "past_key_value": plain(None), "max_seq_length": plain(64), "sliding_window": plain(4)},
-        **{"total_tokens": plain(5), "labels": ints(*range(5)), "shift_labels": ints(*range(5))},
-        **{
-            "seq_lengths": plain([3, 2]),
-            "ignore_index": plain(-100),
-            "attn_bias": plain(None),
-            "base_mask": plain(None),
-        },
-        **{
-            "num_heads": plain(4),
-            "in_features": plain(32),
-            "position_ids": plain(None),
-            "bsz": plain(2),
-            "q_len": plain(5),
-            "kv_len": plain(5),
-        },
-        **{"causal_mask": numbers(5, 7), "self": lambda: _layer(query_pre_attn_scalar=8, attn_logit_softcapping=30.0)},
-        **{"framework": plain("torch"), "unavailable": plain(()), "builds": plain(())},
+        **{"k_pages": packed_pages, "v_pages": packed_pages},
+        **plain(max_len_q=1, k_scales=None, v_scales=None, kv_dtype=None, num_layers=1, num_pages=6, page_size=4),
+        **plain(kv_heads=2, head_dim=8, value_dim=8, width=2, layer=0, device=None, name="a", parent="a", tokens=1),
+        **plain(lengths=[6, 2], new=1, lengths_q=[3, 2], lengths_k=[4, 3], max_len=None, max_documents=None),
+        **plain(array=None, strategy=None, length=8, head_groups=None, dim=1, provider="native", convert_to_fp32=True),
+        **plain(rotate_method="allgather", training=False, uses_mask=False, use_varlen=False, past_key_value=None),
+        **plain(max_seq_length=64, sliding_window=4, total_tokens=5, seq_lengths=[3, 2], ignore_index=-100),
+        **plain(attn_bias=None, base_mask=None, num_heads=4, in_features=32, position_ids=None),
+        **plain(bsz=2, q_len=5, kv_len=5, framework="torch", unavailable=(), builds=()),
+        **{"labels": ints(*range(5)), "shift_labels": ints(*range(5)), "kwargs": dict},
+        **{"mesh": one_rank_mesh if framework == "torch" else lambda: None},
+        "self": lambda: _layer(query_pre_attn_scalar=8, attn_logit_softcapping=30.0),
         "spec": lambda: attn_core.AttentionSpec(**_spec_sizes()),
         "target": lambda: attn_core.Target("torch", "cpu"),
     }
     if framework == "torch":
         import torch
 
-        good |= {"dtype": plain(torch.float32), "device": plain("cpu")}
-        good["seq_info"] = lambda: None
-    elif framework == "jax":
+        return good | plain(dtype=torch.float32, device="cpu")
+    if framework == "jax":
         import jax.numpy as jnp
 
-        good |= {"dtype": plain(jnp.float32)}
-        good |= {"query_seq_lengths": ints(5, 3), "key_value_seq_lengths": ints(7, 6)}
-        good |= {"local_window_size": plain((3, 0)), "implementation": plain("xla"), "return_residual": plain(False)}
-        good |= {"axis_name": plain("rows"), "partition_spec": plain(None), "mesh": _jax_mesh}
-    else:
-        good |= {"dtype": plain("float32"), "device": plain("cpu"), "value": plain(None)}
-    return good
+        good |= {"query_seq_lengths": ints(5, 3), "key_value_seq_lengths": ints(7, 6), "mesh": _jax_mesh}
+        good |= plain(local_window_size=(3, 0), implementation="xla", return_residual=False)
+        return good | plain(dtype=jnp.float32, axis_name="rows", partition_spec=None)
+    return good | plain(dtype="float32", device="cpu", value=None)
 
 
 def _spec_sizes() -> dict[str, Any]:
@@ -174,37 +154,27 @@ def _spec_sizes() -> dict[str, Any]:
 
 
 def _pool_sizes() -> dict[str, Make]:
-    sizes = {"page_size": 16, "num_layers": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "bfloat16"}
-    sizes["fraction"] = 0.5
-    return {name: lambda value=value: value for name, value in sizes.items()}
+    return plain(page_size=16, num_layers=2, kv_heads=2, head_dim=8, value_dim=8, dtype="bfloat16", fraction=0.5)
 
 
 def _own(framework: str) -> dict[str, dict[str, Make]]:
     """Good values of single functions, by the end of the function's name, where a parameter's name is not enough."""
-    array = _array_of(framework)
+    arrays = _Arrays(framework)
+    array, numbers, ints = arrays.of, arrays.numbers, arrays.ints
 
-    def numbers(*shape: int, dtype: str = "float32") -> Make:
-        return lambda: array(_numbers(*shape, dtype=dtype))
-
-    def ints(*values: Any) -> Make:
-        return lambda: array(np.array(values, np.int32))
-
-    def plain(value: Any) -> Make:
-        return lambda: value
-
-    paged = {"q": numbers(3, 4, 8), "kv_starts": lambda: array(np.array([1, 0, 3], np.int32))}
+    paged = {"q": numbers(3, 4, 8), "kv_starts": ints(1, 0, 3)}
     new = {"k": numbers(3, 2, 8), "v": numbers(3, 2, 8)}
-    rotary = {"cos": numbers(9, 4), "sin": numbers(9, 4), "positions": lambda: array(np.array([5, 1, 7], np.int32))}
-    packed = {"seq_info": lambda: (array(np.array([3, 2], np.int32)), array(np.array([0, 3, 5], np.int32)), 3)}
-    ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
-    ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
-    ring |= {"sinks": numbers(2), "causal": plain(True), "layout": plain("zigzag")}
+    rotary = {"cos": numbers(9, 4), "sin": numbers(9, 4), "positions": ints(5, 1, 7)}
+    packed = {"seq_info": lambda: (ints(3, 2)(), ints(0, 3, 5)(), 3)}
+    ring = {name: numbers(1, 8, 2, 8) for name in "qkv"} | {"sinks": numbers(2)}
+    ring |= plain(mask=None, bias=None, alibi_slopes=None, alignment="bottom_right", causal=True, layout="zigzag")
     packed_rows = {"q": numbers(5, 4, 8), "k": numbers(5, 2, 8), "v": numbers(5, 2, 8), "kv": numbers(5, 2, 2, 8)}
     packed_rows |= {name: ints(0, 3, 5) for name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")}
-    packed_rows |= {name: plain(3) for name in ("max_seqlen", "max_seqlen_q", "max_seqlen_k")}
-    packed_rows |= {"qkv": numbers(5, 3, 4, 8), "block_table": plain(None)}
+    packed_rows |= plain(max_seqlen=3, max_seqlen_q=3, max_seqlen_k=3, block_table=None)
+    packed_rows |= {"qkv": numbers(5, 3, 4, 8)}
     cached = {"k_cache": numbers(2, 7, 2, 8), "v_cache": numbers(2, 7, 2, 8), "cache_seqlens": ints(3, 5)}
-    cached |= {name: plain(None) for name in ("k", "v", "rotary_cos", "rotary_sin", "block_table")}
+    cached |= plain(k=None, v=None, rotary_cos=None, rotary_sin=None, block_table=None)
+    prompt = [5, 3, 2]
     own = {
         "register_backend": {"backend": lambda: backends.load("math")},
         "flash_attn_kvpacked_func": {"kv": numbers(2, 7, 2, 2, 8)},
@@ -215,32 +185,32 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "paged_attention": paged,
         "explain_paged": paged,
         "append_kv": {
-            **{**new, "slot_mapping": lambda: array(np.array([5, -1, 7], np.int32)), "positions": rotary["positions"]},
+            **{**new, "slot_mapping": ints(5, -1, 7), "positions": rotary["positions"]},
             "rotary": lambda: (rotary["cos"](), rotary["sin"]()),
         },
         "apply_rotary": {"x": numbers(3, 2, 8), **rotary},
-        "PagedKVCache.update": {**new, "step": plain(None)},
-        "PagedKVCache.attend": {**paged, "step": plain(None)},
-        "PagedKVCache.step": {"names": plain(["a", "b", "c"])},
-        "PagedKVCache.fork": {"name": plain("d")},
-        "PagedKVCache.add": {"name": plain("e")},
-        "PagedKVCache.check": {"step": plain(None)},
-        "PagedKVCache.pages": {"step": plain(None)},
-        "PageAllocator.allocate": {"name": plain("new")},
-        "PageAllocator.fork": {"name": plain("new")},
-        "PageAllocator.block_table": {"names": plain(["a"])},
-        "PageAllocator.seq_lens": {"names": plain(["a"])},
+        "PagedKVCache.update": {**new, **plain(step=None)},
+        "PagedKVCache.attend": {**paged, **plain(step=None)},
+        "PagedKVCache.step": plain(names=["a", "b", "c"]),
+        "PagedKVCache.fork": plain(name="d"),
+        "PagedKVCache.add": plain(name="e"),
+        "PagedKVCache.check": plain(step=None),
+        "PagedKVCache.pages": plain(step=None),
+        "PageAllocator.allocate": plain(name="new"),
+        "PageAllocator.fork": plain(name="new"),
+        "PageAllocator.block_table": plain(names=["a"]),
+        "PageAllocator.seq_lens": plain(names=["a"]),
         "PageAllocator.needed": {"tokens": lambda: {"a": 2}},
-        "PageAllocator.match": {"tokens": plain([5, 3, 2])},
-        "PageAllocator.allocate_matching": {"name": plain("new"), "tokens": plain([5, 3, 2])},
-        "PageAllocator.record": {"tokens": plain([5, 3, 2])},
-        "PageAllocator.swap_in": {"name": plain("out")},
-        "PageAllocator.check_swapped": {"name": plain("out")},
-        "PagedKVCache.record": {"tokens": plain([])},
-        "PagedKVCache.swap_in": {"name": plain("out")},
-        "pages_that_fit": {**_pool_sizes(), "memory": plain(2**30)},
+        "PageAllocator.match": plain(tokens=prompt),
+        "PageAllocator.allocate_matching": plain(name="new", tokens=prompt),
+        "PageAllocator.record": plain(tokens=prompt),
+        "PageAllocator.swap_in": plain(name="out"),
+        "PageAllocator.check_swapped": plain(name="out"),
+        "PagedKVCache.record": plain(tokens=[]),
+        "PagedKVCache.swap_in": plain(name="out"),
+        "pages_that_fit": {**_pool_sizes(), **plain(memory=2**30)},
         "bytes_per_token": _pool_sizes(),
-        "pages_of": {"cache": numbers(6, 2, 4, 2, 8), "layout": plain("NHD")},
+        "pages_of": {"cache": numbers(6, 2, 4, 2, 8), **plain(layout="NHD")},
         "merge_states": {
             **{"outs": lambda: [array(_numbers(2, 5, 4, 8))] * 2, "lses": lambda: [array(_numbers(2, 4, 5))] * 2},
         },
@@ -256,20 +226,19 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "cover_padded_cu_seqlens": packed,
         "mask_packed_boundary_labels": {"labels": lambda: array(np.arange(5).reshape(1, 5))},
         "mask_packed_sequence_boundaries": {"shift_labels": lambda: array(np.arange(5).reshape(1, 5))},
-        "AttentionSpec": {name: plain(value) for name, value in _spec_sizes().items()},
-        "AttentionSpec.with_lengths": {"batch": plain(2), "q_len": plain(3), "kv_len": plain(3)},
+        "AttentionSpec": plain(**_spec_sizes()),
+        "AttentionSpec.with_lengths": plain(batch=2, q_len=3, kv_len=3),
         "SeqInfo": {
-            **{name: plain(np.array([0, 3, 5], np.int32)) for name in ("cu_seqlens_q", "cu_seqlens_k")},
-            **{"max_len_q": plain(3), "max_len_k": plain(3)},
+            **{name: lambda: np.array([0, 3, 5], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+            **plain(max_len_q=3, max_len_k=3),
         },
         "module.Attention": {
-            **{name: plain(True) for name in ("sinks", "use_bias", "bitwise_deterministic")},
-            **{name: plain(32) for name in ("in_kv_features", "out_features")},
-            **{"num_kv_heads": plain(2), "dropout_rate": plain(0.0), "rotary": plain(None)},
+            **plain(sinks=True, use_bias=True, bitwise_deterministic=True, in_kv_features=32, out_features=32),
+            **plain(num_kv_heads=2, dropout_rate=0.0, rotary=None),
         },
-        "Target.build": {"name": plain("math")},
-        "Target.claims": {"name": plain("math")},
-        "Target.out_of_reach": {"name": plain("math")},
+        "Target.build": plain(name="math"),
+        "Target.claims": plain(name="math"),
+        "Target.out_of_reach": plain(name="math"),
         "run_attention": {
             "config": lambda: _unsloth("Config", framework),
             "context": lambda: _unsloth("Context", framework),
@@ -280,7 +249,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     if framework == "jax":
         own["equinox.attend"] = {
             **{"query": numbers(5, 32), "key_": numbers(7, 32), "value": numbers(7, 32), "layer": _equinox_layer},
-            **{"bias": numbers(5, 7), "mask": numbers(5, 7, dtype="bool"), "key": plain(None)},
+            **{"bias": numbers(5, 7), "mask": numbers(5, 7, dtype="bool"), **plain(key=None)},
         }
     return own
 
@@ -518,15 +487,11 @@ def _composed(framework: str) -> Iterator[Function]:
     array = _array_of(framework)
     good = good_values(framework)
 
-    def plain(value: Any) -> Make:
-        return lambda: value
-
-    config = {"backend": plain("sdpa"), "n_kv_heads": plain(2), "n_groups": plain(2), "sdpa_kwargs": plain(None)}
-    config |= {"flash_dense_kwargs": plain(None), "flash_varlen_kwargs": plain(None), "xformers_kwargs": plain(None)}
-    context = {"bsz": plain(2), "q_len": plain(5), "kv_seq_len": plain(7), "n_heads": plain(4), "head_dim": plain(8)}
-    context |= {"requires_grad": plain(False), "seq_info": plain(None), "attention_mask": plain(None)}
-    context |= {"causal_mask": plain(None), "sliding_window": plain(None), "prefix_seg_info": plain(None)}
-    context |= {"is_causal": plain(True), "training": plain(False)}
+    config = plain(backend="sdpa", n_kv_heads=2, n_groups=2, sdpa_kwargs=None, flash_dense_kwargs=None)
+    config |= plain(flash_varlen_kwargs=None, xformers_kwargs=None)
+    context = plain(bsz=2, q_len=5, kv_seq_len=7, n_heads=4, head_dim=8, requires_grad=False, seq_info=None)
+    context |= plain(attention_mask=None, causal_mask=None, sliding_window=None, prefix_seg_info=None)
+    context |= plain(is_causal=True, training=False)
     tensors = {name: good[name] for name in "QKV"}
 
     def run(**keywords: Any) -> Any:
@@ -540,7 +505,7 @@ def _composed(framework: str) -> Iterator[Function]:
     yield Function(f"{framework}_frontend.run_attention(fields)", framework, run, fields, tuple(fields))
 
     offsets = {name: lambda: array(np.array([0, 3, 5], np.int32)) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    packed: dict[str, Make] = {**offsets, "max_len_q": plain(3), "max_len_k": plain(3)}
+    packed: dict[str, Make] = {**offsets, **plain(max_len_q=3, max_len_k=3)}
     rows = {name: (lambda heads=heads: array(_numbers(5, heads, 8))) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 
     def documents(**keywords: Any) -> Any:
@@ -563,18 +528,13 @@ def _torch_layer() -> Iterator[Function]:
 
     from torch_frontend.module import Attention
 
-    yield from _function(
-        "torch_frontend.module.Attention",
-        Attention,
-        Attention,
-        "torch",
-    )
+    yield from _function("torch_frontend.module.Attention", Attention, Attention, "torch")
     layer = Attention(4, 32, num_kv_heads=2)
     good = {
         "x": lambda: torch.from_numpy(_numbers(2, 5, 32)),
         "context": lambda: torch.from_numpy(_numbers(2, 7, 32)),
         **{name: good_values("torch")[name] for name in ("mask", "bias", "alibi_slopes", "seq_info")},
-        **{"positions": lambda: None, "pages": lambda: None},
+        **plain(positions=None, pages=None),
     }
     yield Function("torch_frontend.module.Attention()", "torch", layer, good, ("x", "context"))
 
@@ -592,7 +552,7 @@ def _flax_layers() -> Iterator[Function]:
         "x": lambda: jnp.asarray(_numbers(2, 5, 32)),
         "context": lambda: jnp.asarray(_numbers(2, 7, 32)),
         **{name: good[name] for name in ("mask", "bias", "alibi_slopes", "seq_info")},
-        **{"positions": lambda: None, "pages": lambda: None, "deterministic": lambda: True},
+        **plain(positions=None, pages=None, deterministic=True),
     }
     layer = linen.Attention(4, num_kv_heads=2)
     weights = layer.init(jax.random.key(0), jnp.ones((1, 1, 32)))
@@ -620,8 +580,8 @@ def _flax_layers() -> Iterator[Function]:
     fields = {name: good[name] for name in names}
     given: dict[str, Make] = {
         **{name: (lambda shape=shape: jnp.asarray(_numbers(*shape))) for name, shape in _FLAX_SHAPES.items()},
-        **{"mask": lambda: jnp.ones((1, 1, 5, 7), bool), "dropout_rate": lambda: 0.0, "deterministic": lambda: True},
-        **{"dtype": lambda: None, "precision": lambda: None, "dropout_rng": lambda: None},
+        **{"mask": lambda: jnp.ones((1, 1, 5, 7), bool)},
+        **plain(dropout_rate=0.0, deterministic=True, dtype=None, precision=None, dropout_rng=None),
     }
 
     def hook(**keywords: Any) -> Any:

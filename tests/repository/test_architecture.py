@@ -28,7 +28,12 @@ def name_of(path: Path) -> str:
 @cache
 def imports(path: Path, *, module_level: bool = False) -> tuple[str, ...]:
     """The dotted names that a file imports; with module_level only the imports that run when the file is imported."""
-    return tuple(_imports(ast.parse(path.read_text(encoding="utf-8")), module_level))
+    return tuple(_imports(_tree(path), module_level))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _imports(node: ast.AST, module_level: bool) -> Iterator[str]:
@@ -216,26 +221,19 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 LOADED = f"import sys; loaded = sorted({FRAMEWORKS!r} & set(sys.modules)); print(*loaded); sys.exit(bool(loaded))"
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import attn_core",
-        "import attn_core.correctness.reference, attn_core.correctness.accuracy",
-        "import attn_core.cli.app",
-        "import attn_core.expressions",
-    ],
-)
-def test_import_loads_no_framework(statement: str) -> None:
-    done = python(f"{statement}\n{LOADED}")
+def test_imports_load_no_framework() -> None:
+    modules = (
+        "attn_core.cli.app, attn_core.correctness.reference, attn_core.correctness.accuracy, attn_core.expressions"
+    )
+    done = python(f"import attn_core, {modules}\n{LOADED}")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["importlib.metadata", "unittest", "asyncio", "subprocess"])
-def test_import_loads_nothing_slow(name: str) -> None:
+def test_import_loads_nothing_slow() -> None:
     """Each takes as long as several modules of ours, and few calls need it."""
-    loaded = f"print({name!r} in sys.modules)"
+    loaded = 'print(*{"importlib.metadata", "unittest", "asyncio", "subprocess"} & set(sys.modules))'
     done = python(f"import sys, numpy; {loaded}; import attn_core; {loaded}")
-    by_numpy, by_us = done.stdout.split()
+    by_numpy, by_us = (set(line.split()) for line in done.stdout.splitlines())
     assert by_numpy == by_us, done.stdout + done.stderr
 
 
@@ -298,11 +296,21 @@ for name in ("torch", "jax", "jaxlib", "flax", "jax_tvm_ffi", "tvm_ffi"):
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "sm90"])
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_explain_works_without_any_framework(framework: str, device: str) -> None:
-    arguments = ["explain", "--causal", "--softcap", "50", "--device", device, "--framework", framework]
-    done = python(f"{BLOCKED}\nsys.argv = ['attn', *{arguments!r}]\nfrom attn_core.cli import main\nmain()")
-    assert done.returncode in (0, 1), done.stderr
-    assert f"attention in {framework} on {device}: " in done.stdout
-    assert f"{framework} is not installed here: every backend is assumed to be installed" in done.stdout
+def test_explain_works_without_any_framework() -> None:
+    places = [(framework, device) for framework in ("torch", "jax") for device in ("cpu", "sm90")]
+    code = f"""{BLOCKED}
+from attn_core.cli import main
+for framework, device in {places}:
+    sys.argv = ["attn", "explain", "--causal", "--softcap", "50", "--device", device, "--framework", framework]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code in (0, 1)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    for framework, device in places:
+        assert done.stdout.count(f"attention in {framework} on {device}: ") == 1
+    for framework in ("torch", "jax"):
+        says = f"{framework} is not installed here: every backend is assumed to be installed"
+        assert done.stdout.count(says) == 2
