@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-import diffusers_processes
+import diffusers_scenes
+from context_torch_worker import Failed, World, in_ranks
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers_models import FAMILIES, built, random
 from frameworks import spied
@@ -183,9 +182,7 @@ def test_the_documentation_lists_every_backend_of_diffusers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
 def test_context_parallelism_on_native(degree: str, tmp_path: Path) -> None:
-    worker = Path(diffusers_processes.__file__)
-    paths = ":".join(path for path in sys.path if path)
-    env = {"PATH": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(worker), str(tmp_path / "store"), degree]
-    actual = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert actual.returncode == 0, actual.stderr[-4000:]
+    jobs = {degree: ("diffusers_scenes", "compared", (degree,))}
+    for results in in_ranks([World("diffusers", 2, jobs)], tmp_path, seconds=550)["diffusers"]:
+        assert not isinstance(results[degree], Failed), results[degree].text
+        assert results[degree] == (diffusers_scenes.CALLS if degree == "ulysses_degree" else [])

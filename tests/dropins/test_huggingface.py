@@ -595,6 +595,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(device: str) -> None:
     assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), attention_mask=keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_compiles_without_a_graph_break(family: str, device: str) -> None:
     eager, ours = decoders(DECODERS[family], device=device)

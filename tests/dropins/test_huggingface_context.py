@@ -55,11 +55,15 @@ def id_of(case: tuple[Any, ...]) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The result of every rank for a job."""
-    jobs = {id_of(case): (SCENES, "trained", case) for case in TRAINED}
-    jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
-    jobs |= {"padding": (SCENES, "padding_on_one_rank", ())}
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of every rank for a job that a test of this run judges."""
+    here = {test.name for test in request.session.items if test.path == request.path}
+    jobs: dict[str, Any] = {"refusals": (SCENES, "refusals", ()), "padding": (SCENES, "padding_on_one_rank", ())}
+    if test_a_compiled_model_inside_a_block_gives_the_same_logits.__name__ in here:
+        jobs["compiled"] = (SCENES, "compiled", ())
+    for case in TRAINED:
+        if f"{test_a_model_on_shards_equals_the_whole_model.__name__}[{id_of(case)}]" in here:
+            jobs[id_of(case)] = (SCENES, "trained", case)
     _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
     actual = given["models"]
 
@@ -94,5 +98,6 @@ def test_padding_that_one_rank_holds_is_refused_on_every_rank(ranks: Any) -> Non
         assert error == 0.0
 
 
+@pytest.mark.slow
 def test_a_compiled_model_inside_a_block_gives_the_same_logits(ranks: Any) -> None:
     assert max(ranks("compiled")) < 1e-5

@@ -44,28 +44,28 @@ def behind(length: int = TEXT) -> torch.Tensor:
 STEPS = torch.tensor([3, 500])
 
 
-def flux() -> torch.nn.Module:
+def flux(heads: int = 3) -> torch.nn.Module:
     return diffusers.FluxTransformer2DModel(
         in_channels=4,
         num_layers=1,
         num_single_layers=2,
         attention_head_dim=16,
-        num_attention_heads=3,
+        num_attention_heads=heads,
         joint_attention_dim=24,
         pooled_projection_dim=20,
         axes_dims_rope=(4, 4, 8),
     )
 
 
-def flux_inputs() -> Inputs:
-    places = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(3.0), torch.arange(5.0), indexing="ij"), -1)
+def flux_inputs(height: int = 3, width: int = 5, text: int = TEXT) -> Inputs:
+    grid = torch.meshgrid(torch.zeros(1), torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
     return {
-        "hidden_states": random(BATCH, 15, 4),
-        "encoder_hidden_states": random(BATCH, TEXT, 24),
+        "hidden_states": random(BATCH, height * width, 4),
+        "encoder_hidden_states": random(BATCH, text, 24),
         "pooled_projections": random(BATCH, 20),
         "timestep": STEPS / 1000,
-        "img_ids": places.reshape(15, 3),
-        "txt_ids": torch.zeros(TEXT, 3),
+        "img_ids": torch.stack(grid, -1).reshape(-1, 3),
+        "txt_ids": torch.zeros(text, 3),
     }
 
 
