@@ -144,6 +144,15 @@ GPU_WORDS = re.compile(r"\bmark\.(cuda|two_gpus)|EVERYWHERE|\bclaimed\(|\bDEVICE
 """What a file with tests for GPUs has: the marker, a list of cases that has it, or the argument ``device``."""
 
 
+GPU_FILES = pytest.StashKey[set[Path]]()
+"""The files in which a test for GPUs was collected: ``pytest_ignore_collect`` must leave out none of them."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        item.config.stash.setdefault(GPU_FILES, set()).add(item.path)
+
+
 EVERY = 7
 """One of so many cases of a family runs in ``make test``."""
 EVERY_ON_GPUS = 5
