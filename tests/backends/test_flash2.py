@@ -20,8 +20,9 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy, reference
 
 torch = pytest.importorskip("torch")
-from callers_view import callers_results
-from oracle_cases import make
+import kernel_stand_ins
+from direct_calls import assert_right, judged, ran, tensors
+from oracle_cases import fill, make
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.25
@@ -308,8 +309,8 @@ class StandIn:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
         for row in range(q.shape[0]):
             of_row = slopes if slopes is None or slopes.ndim == 1 else slopes[row]
-            weights, lse[row] = weights_of(q[row], k[row], of_row, (scale, causal, left, right, softcap), k.shape[1])
-            out[row] = torch.einsum("hij,jhc->ihc", weights, heads(q, v[row])).to(out.dtype)
+            settings = (of_row, (scale, causal, left, right, softcap), k.shape[1])
+            out[row], lse[row] = attend(q[row], k[row], v[row], *settings)
         return [out, *([q, k, v, out] if self.returned == 8 else []), lse, torch.empty(0), torch.empty(2)]
 
     def bwd(self, dout, q, k, v, out, lse, dq, dk, dv, slopes, p, scale, causal, left, right, softcap, *last):
@@ -317,75 +318,49 @@ class StandIn:
         dq, dk, dv = (torch.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v)))
         for row in range(q.shape[0]):
             of_row = slopes if slopes is None or slopes.ndim == 1 else slopes[row]
-            settings = (scale, causal, left, right, softcap)
-            parts = (dout[row], q[row], k[row], v[row], out[row], lse[row])
-            dq[row], dk[row], dv[row] = differentiate(*parts, of_row, settings, k.shape[1])
+            settings = (of_row, (scale, causal, left, right, softcap), k.shape[1])
+            parts = (q[row], k[row], v[row], out[row], dout[row], lse[row])
+            dq[row], dk[row], dv[row] = differentiate(*parts, *settings)
         return [dq, dk, dv, torch.empty(0)]
 
     def varlen_fwd(self, q, k, v, out, cu_q, cu_k, used, pad, table, slopes, max_q, max_k, p, scale, zero, *rest):
         assert used is pad is table is None and zero and (slopes is None or slopes.ndim == 1)
         out = torch.zeros_like(q) if out is None else out.zero_()
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf)
-        for rows, keys in documents(cu_q, cu_k):
-            weights, lse[:, rows] = weights_of(q[rows], k[keys], slopes, (scale, *rest[:4]), max_k)
-            out[rows] = torch.einsum("hij,jhc->ihc", weights, heads(q[None], v[keys])).to(out.dtype)
+        for rows, keys in kernel_stand_ins.spans(q, k, cu_q, cu_k):
+            settings = (slopes, (scale, *rest[:4]), max_k)
+            out[rows], lse[:, rows] = attend(q[rows], k[keys], v[keys], *settings)
         return [out, *([q, k, v, out] if self.returned == 8 else []), lse, torch.empty(0), torch.empty(2)]
 
     def varlen_bwd(self, dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, slopes, max_q, max_k, p, scale, zero, *rest):
         assert zero and lse.is_contiguous() and len(rest) == 7
         dq, dk, dv = (torch.zeros_like(x) if d is None else d.zero_() for d, x in ((dq, q), (dk, k), (dv, v)))
-        for rows, keys in documents(cu_q, cu_k):
-            parts = (dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+        for rows, keys in kernel_stand_ins.spans(q, k, cu_q, cu_k):
+            parts = (q[rows], k[keys], v[keys], out[rows], dout[rows], lse[:, rows])
             dq[rows], dk[keys], dv[keys] = differentiate(*parts, slopes, (scale, *rest[:4]), max_k)
         return [dq, dk, dv, torch.empty(0)]
 
 
-def documents(cu_q: Any, cu_k: Any) -> list[tuple[slice, slice]]:
-    starts = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:], strict=False)
-    return [(slice(a, b), slice(c, d)) for a, b, c, d in starts]
+def attend(q: Any, k: Any, v: Any, *settings: Any) -> tuple[Any, Any]:
+    out, lse = kernel_stand_ins.forward(q, k, v, *computed_as(q, k, *settings))
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def heads(q: Any, tensor: Any) -> Any:
-    return tensor.double().repeat_interleave(q.shape[2] // tensor.shape[1], 1)
+def differentiate(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *settings: Any) -> tuple[Any, ...]:
+    lse = lse.masked_fill(lse.isinf(), 0.0)
+    return kernel_stand_ins.backward(q, k, v, out, dout, lse, *computed_as(q, k, *settings))[:3]
 
 
-def scores_of(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, Any]:
-    """Logits and the derivative of softcap, ``[heads, rows, keys]``; ALiBi as the kernel computes it if the call is
-    causal."""
+def computed_as(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, kernel_stand_ins.Score]:
+    """The visible pairs and the scores; ALiBi as the kernel computes it if the call is causal."""
     scale, causal, left, right, softcap = settings
-    scores = scale * torch.einsum("ihc,jhc->hij", q.double(), heads(q[None], k))
-    slope = torch.ones_like(scores)
-    if softcap:
-        slope = 1 - torch.tanh(scores / softcap) ** 2
-        scores = softcap * torch.tanh(scores / softcap)
-    rows, keys = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None]
+    rows, keys, bias = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None], 0.0
     if slopes is not None:
         assert slopes.dtype == torch.float32
         added = keys if causal and left < 0 else -(rows - keys).abs()
-        scores = scores + slopes.double()[:, None, None] * added
+        bias = slopes.double()[:, None, None] * added
     how = {"causal": causal, "window_size_left": left, "window_size_right": right}
-    seen = torch.from_numpy(kernel_sees(how, len(q), len(k), longest))
-    return scores.masked_fill(~seen, -torch.inf), slope
-
-
-def weights_of(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, Any]:
-    scores, _ = scores_of(q, k, slopes, settings, longest)
-    lse = torch.logsumexp(scores, -1) if len(k) else torch.full((q.shape[1], len(q)), -torch.inf).double()
-    empty = lse == -torch.inf
-    weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
-    return weights, lse.masked_fill(empty, torch.inf).float()
-
-
-def differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, slopes: Any, settings: Any, longest: int):
-    scores, slope = scores_of(q, k, slopes, settings, longest)
-    weights = torch.exp(scores - lse.double().masked_fill(lse.isinf(), 0.0)[..., None])
-    group, wide = q.shape[1] // k.shape[1], dout.double()
-    delta = (wide * out.double()).sum(-1).T[..., None]
-    dscores = settings[0] * slope * weights * (torch.einsum("ihc,jhc->hij", wide, heads(q[None], v)) - delta)
-    dq = torch.einsum("hij,jhc->ihc", dscores, heads(q[None], k))
-    dk = torch.einsum("hij,ihc->jhc", dscores, q.double()).unflatten(1, (-1, group)).sum(2)
-    dv = torch.einsum("hij,ihc->jhc", weights, wide).unflatten(1, (-1, group)).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return kernel_sees(how, len(q), len(k), longest), kernel_stand_ins.softcapped(scale, softcap, bias)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -416,12 +391,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
-def tensors(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    kind = getattr(torch, spec.dtype)
-    actual = Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
-    return actual._replace(q=actual.q.to(kind), k=actual.k.to(kind), v=actual.v.to(kind))
-
-
 @pytest.mark.parametrize("extra", ["", "sinks", "gradient of lse", "sinks, gradient of lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -> None:
@@ -431,30 +400,21 @@ def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -
     changes = {**CASES[name], "sinks": "sinks" in extra, "return_lse": with_lse, "needs_backward": True}
     case = make(changes, "bfloat16")
     assert reasons(case.spec) == ()
-    inputs, dout = tensors(case.spec, case.inputs), torch.from_numpy(case.dout).to(torch.bfloat16)
-    dlse = torch.from_numpy(case.dlse).float() if with_lse else None
-    out, lse = flash2.forward(case.spec, inputs)
-    actual = flash2.backward(case.spec, inputs, out, lse, dout, dlse)
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
-    assert lse.dtype == torch.float32
-    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
-    verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
-    assert verdict.ok, verdict
+    assert_right(flash2, case)
 
 
 def test_the_return_values_of_version_2_6(stand_in: StandIn) -> None:
     case = make({"causal": True}, "bfloat16")
-    out, lse = flash2.forward(case.spec, tensors(case.spec, case.inputs))
+    out, lse, _ = ran(flash2, case)
     stand_in.returned = 8  # flash-attn 2.6 returns more tensors
-    again = flash2.forward(case.spec, tensors(case.spec, case.inputs))
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    again = ran(flash2, case)
+    assert torch.equal(out, again.out) and torch.equal(lse, again.lse)
 
 
 @pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": (5, 3)}, {"softcap": 2.0}])
 def test_the_shortcut_gives_the_bits_of_the_forward(changes: dict[str, Any], stand_in: StandIn) -> None:
     case = make({**changes, "head_dim": 16, "value_dim": 16, "q_len": 60, "kv_len": 60}, "bfloat16")
-    inputs, run = tensors(case.spec, case.inputs), flash2.shortcut(case.spec)
+    inputs, run = tensors(case.inputs, case.spec.dtype), flash2.shortcut(case.spec)
     assert run is not None
     for one, two in zip(run(*inputs[:3]), flash2.forward(case.spec, inputs), strict=True):
         assert torch.equal(one, two)
@@ -470,7 +430,7 @@ def test_calls_without_a_shortcut(changes: dict[str, Any], stand_in: StandIn) ->
 @pytest.mark.parametrize("changes", [{}, PACKED], ids=["dense", "packed"])
 def test_results_are_written_into_the_given_buffers(changes: dict[str, Any], stand_in: StandIn) -> None:
     case = make({**changes, "head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
-    spec, inputs = case.spec, tensors(case.spec, case.inputs)
+    spec, inputs = case.spec, tensors(case.inputs, case.spec.dtype)
     desired = torch.empty(spec.out_shape, dtype=torch.bfloat16)
     out, lse = flash2.forward(spec, inputs, (desired, torch.empty(spec.lse_shape)))
     assert out is desired
@@ -499,13 +459,9 @@ class DropoutCall:
         fields = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64, "dtype": "bfloat16"}
         lengths = {"q_len": sum(LENGTHS_Q), "kv_len": sum(LENGTHS_K)} if name == "packed" else {}
         self.spec = AttentionSpec(**{**fields, **lengths, **DROPOUT[name]}, dropout=dropout, needs_backward=True)
-        from oracle_cases import fill
-
         packed = self.spec.packed
         self.case = fill(self.spec, 3, LENGTHS_Q if packed else None, LENGTHS_K if packed else None)
-        self.rng = torch.tensor(words)
-        moved = (None if tensor is None else tensor.cuda() for tensor in tensors(self.spec, self.case.inputs))
-        self.inputs = Inputs(*moved)._replace(rng=self.rng)
+        self.inputs = tensors(self.case.inputs, "bfloat16", "cuda")._replace(rng=torch.tensor(words))
 
     def keep_mask(self) -> np.ndarray:
         """bool ``[batch, heads, q_len, kv_len]``. With q = 0 and v = identity the output shows the mask itself."""
@@ -559,12 +515,7 @@ def test_forward_and_backward_drop_the_same_weights(name: str, monkeypatch: pyte
     call = DropoutCall(name)
     keep_mask = call.keep_mask() / (1 - call.spec.dropout)
     monkeypatch.setattr(reference, "_dropout_factors", lambda spec, rng: keep_mask)
-    expected = accuracy.expect(call.spec, call.case.inputs, dout=call.case.dout)
-    out, lse = flash2.forward(call.spec, call.inputs)
-    dout = torch.from_numpy(call.case.dout).to("cuda", torch.bfloat16)
-    actual = flash2.backward(call.spec, call.inputs, out, lse, dout, None)
-    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
-    verdict = expected.judge(out=out.double().cpu().numpy(), lse=lse.cpu().numpy(), gradients=gradients)
+    verdict = judged(call.case, ran(flash2, call.case, call.inputs))
     assert verdict.ok, verdict
 
 

@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from callers_view import callers_results
+from direct_calls import assert_right, tensors
 from oracle_cases import make
 from paged_inputs import inputs_of
 
@@ -402,8 +403,7 @@ def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], i
     )
     drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)
-    tensors = (None if a is None else torch.from_numpy(a) for a in drawn)
-    inputs = PagedInputs(*(t.float() if t is not None and t.is_floating_point() else t for t in tensors))
+    inputs = tensors(drawn, "float32")
     if max(new) == 1:
         inputs = inputs._replace(cu_seqlens_q=None)
     buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
@@ -475,35 +475,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors_of(inputs: Inputs, dtype: Any) -> Inputs:
-    made = Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
-    return made._replace(q=made.q.to(dtype), k=made.k.to(dtype), v=made.v.to(dtype))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_match_the_reference(install: Any, name: str, dtype: str) -> None:
     operators = install()
     case = make({**CASES[name], "needs_backward": True}, dtype)
-    kind = getattr(torch, dtype)
-    inputs, dout = tensors_of(case.inputs, kind), torch.from_numpy(case.dout).to(kind)
-    dlse = torch.from_numpy(case.dlse) if case.spec.return_lse else None
-    inputs = inputs._replace(q=inputs.q.requires_grad_())
-    out, lse = flash3.forward(case.spec, inputs)
-    assert not out.requires_grad and operators.forward.seen["num_splits"] == 0
-    actual = flash3.backward(case.spec, inputs, out, lse, dout, dlse)
-    assert operators.backward.seen["deterministic"] is False and operators.forward.seen["sinks"] is None
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=None if dlse is None else case.dlse)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
-    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
-    verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
-    assert verdict.ok, verdict
+    inputs = tensors(case.inputs, dtype)
+    assert_right(flash3, case, inputs._replace(q=inputs.q.requires_grad_()))
+    forward, backward = operators.forward.seen, operators.backward.seen
+    assert (forward["num_splits"], forward["sinks"], backward["deterministic"]) == (0, None, False)
 
 
 def test_results_are_written_into_buffers_that_the_kernel_accepts(install: Any) -> None:
     install()
     case = make({"head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
-    inputs, dout = tensors_of(case.inputs, torch.bfloat16), torch.from_numpy(case.dout).to(torch.bfloat16)
+    inputs, dout = tensors(case.inputs, "bfloat16"), torch.from_numpy(case.dout).to(torch.bfloat16)
     buffer = torch.empty(case.spec.out_shape, dtype=torch.bfloat16)
     out, lse = flash3.forward(case.spec, inputs, (buffer, torch.empty(case.spec.lse_shape)))
     assert out is buffer
@@ -582,8 +568,7 @@ def test_tokens_outside_every_document_do_not_affect_the_scale() -> None:
 def test_fp8_results_are_close_to_the_reference(install: Any, name: str, dtype: str) -> None:
     operators = install()
     case = make(CASES[name], dtype)
-    kind = getattr(torch, dtype)
-    inputs = tensors_of(case.inputs, kind)
+    kind, inputs = getattr(torch, dtype), tensors(case.inputs, dtype)
     inputs = inputs._replace(q=inputs.q.transpose(-1, -2).contiguous().transpose(-1, -2))  # the last axis is not dense
     out, lse = fp8.forward(case.spec, inputs)
     assert out.dtype == kind and not torch.isnan(out).any() and lse.dtype == torch.float32
@@ -600,23 +585,23 @@ def test_float8_tensors_keep_their_numbers_and_factors(install: Any, monkeypatch
     here = SimpleNamespace(here=lambda framework, _: Target(framework, "sm90"))
     monkeypatch.setattr(plan, "Target", here)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 5, heads, 64, generator=generator).to(torch.float8_e4m3fn) for heads in (4, 2, 2)]
-    factors = [torch.rand(2, 2, generator=generator) + 0.5 for _ in tensors]
+    stored = [torch.randn(2, 5, heads, 64, generator=generator).to(torch.float8_e4m3fn) for heads in (4, 2, 2)]
+    factors = [torch.rand(2, 2, generator=generator) + 0.5 for _ in stored]
     named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
-    out, lse = hopper.flash_attn_func(*tensors, causal=True, return_attn_probs=True, **named)
-    for name, tensor in zip("qkv", tensors, strict=True):
+    out, lse = hopper.flash_attn_func(*stored, causal=True, return_attn_probs=True, **named)
+    for name, tensor in zip("qkv", stored, strict=True):
         seen = operators.forward.seen
         assert torch.equal(seen[name].float(), tensor.float()) and seen[f"{name}_descale"] is named[f"{name}_descale"]
-    exact = [dequantised(*each).to(torch.bfloat16) for each in zip(tensors, factors, strict=True)]
+    exact = [dequantised(*each).to(torch.bfloat16) for each in zip(stored, factors, strict=True)]
     expected, expected_lse = attention(*exact, causal=True, backend="math", return_lse=True)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    assert hopper.flash_attn_func(*tensors).shape == out.shape and operators.forward.seen["q_descale"] is None
+    assert hopper.flash_attn_func(*stored).shape == out.shape and operators.forward.seen["q_descale"] is None
     for wrong, error in (
         ({"q_descale": torch.ones(2, 4)}, ShapeError),
         ({"k_descale": factors[0].double()}, DTypeError),
     ):
         with pytest.raises(error, match=rf"^{next(iter(wrong))}: expected"):
-            hopper.flash_attn_func(*tensors, **wrong)
+            hopper.flash_attn_func(*stored, **wrong)
     with pytest.raises(ShapeError, match=r"^head_dim=72: the FlashAttention 3 kernel has 80 channels; pad float8"):
         hopper.flash_attn_func(*[torch.zeros(1, 5, 2, 72).to(torch.float8_e4m3fn) for _ in range(3)])
 

@@ -21,12 +21,14 @@ from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.backends.support import Build
 from attn_core.call.masks import band
-from attn_core.call.tensors import Gradients, Inputs, PagedInputs
-from attn_core.correctness import accuracy, reference
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import reference
 
 torch = pytest.importorskip("torch")
+import kernel_stand_ins
 import sink_kernels
 from callers_view import callers_results
+from direct_calls import assert_right, tensors
 from oracle_cases import make
 from paged_inputs import inputs_of
 
@@ -333,8 +335,7 @@ PLACES = {"q_idx": 0, "kv_idx": 0, "seqlen_info": None, "aux_tensors": ()}
 
 
 class Kernel:
-    """Both entry points as torch operations: the arguments, layouts and conventions of the kernel, in the dtype of the
-    inputs.
+    """Both entry points as torch operations: the arguments, layouts and conventions of the kernel.
 
     Attributes:
         calls: the keywords of every call.
@@ -354,12 +355,9 @@ class Kernel:
         lse_shape = (q.shape[1], tokens) if q.dim() == 3 else (q.shape[0], q.shape[2], tokens)
         # In the dtype of the inputs, too, which a buffer of the call has only if it is the caller's.
         lse = how["lse"] if how["lse"] is not None and how["lse"].dtype == q.dtype else q.new_full(lse_shape, torch.nan)
-        for rows, keys in spans(q, k, cu_seqlens_q, cu_seqlens_k):
-            _, logits = scores(q[..., rows, :, :], k[..., keys, :, :], how)
-            part = torch.logsumexp(logits, -1)
-            weights = torch.exp(logits - part.masked_fill(part == -torch.inf, 0.0)[..., None])
-            out[..., rows, :, :] = join(weights @ heads(v[..., keys, :, :], q.shape[-2]))
-            lse[..., rows] = part
+        for rows, keys in kernel_stand_ins.spans(q, k, cu_seqlens_q, cu_seqlens_k):
+            parts = (q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :])
+            out[..., rows, :, :], lse[..., rows] = kernel_stand_ins.forward(*parts, *computed_as(*parts[:2], how))
         return out, lse, None, None, None
 
     def backward(self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **how: Any) -> Any:
@@ -369,30 +367,14 @@ class Kernel:
             torch.empty_like(like) if how[name] is None else how[name]
             for name, like in (("dq", q), ("dk", k), ("dv", v))
         )
-        for rows, keys in spans(q, k, how["cu_seqlens_q"], how["cu_seqlens_k"]):
-            part, key, value = q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :]
-            scaled, logits = scores(part, key, how)
-            own = lse[..., rows]
-            weights = torch.exp(logits - own.masked_fill(own == -torch.inf, 0.0)[..., None])
-            upstream = heads(dout[..., rows, :, :], part.shape[-2])
-            delta = (dout[..., rows, :, :] * out[..., rows, :, :]).sum(-1).transpose(-1, -2)
-            if how["dlse"] is not None:
-                delta = delta - how["dlse"][..., rows]
-            dlogits = weights * (upstream @ heads(value, part.shape[-2]).mT - delta[..., None])
-            if how.get("score_mod_bwd") is not None:
-                dlogits = how["score_mod_bwd"](dlogits, scaled, None, None, **PLACES)
-            dlogits = dlogits * how["softmax_scale"]
-            dq[..., rows, :, :] = join(dlogits @ heads(key, part.shape[-2]))
-            dk[..., keys, :, :] = join(grouped(dlogits.mT @ heads(part, part.shape[-2]), key.shape[-2]))
-            dv[..., keys, :, :] = join(grouped(weights.mT @ upstream, key.shape[-2]))
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        for rows, keys in kernel_stand_ins.spans(q, k, how["cu_seqlens_q"], how["cu_seqlens_k"]):
+            parts = (q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :])
+            saved = (out[..., rows, :, :], dout[..., rows, :, :], lse[..., rows])
+            dlse = 0.0 if how["dlse"] is None else how["dlse"][..., rows]
+            gradients = kernel_stand_ins.backward(*parts, *saved, *computed_as(*parts[:2], how), dlse)
+            dq[..., rows, :, :], dk[..., keys, :, :], dv[..., keys, :, :] = gradients[:3]
         return dq, dk, dv
-
-
-def spans(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[tuple[slice, slice]]:
-    if cu_seqlens_q is None:
-        return [(slice(0, q.shape[-3]), slice(0, k.shape[-3]))]
-    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:])]
 
 
 def gather_pages(k: Any, v: Any, how: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -407,28 +389,16 @@ def gather_pages(k: Any, v: Any, how: dict[str, Any]) -> tuple[Any, Any, Any]:
     return *rows, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def heads(tensor: Any, count: int) -> Any:
-    """``[..., length, kv_heads, dim]`` -> ``[..., heads, length, dim]``."""
-    return tensor.transpose(-2, -3).repeat_interleave(count // tensor.shape[-2], dim=-3)
-
-
-def join(tensor: Any) -> Any:
-    return tensor.transpose(-2, -3)
-
-
-def grouped(tensor: Any, count: int) -> Any:
-    """Sums ``[..., heads, length, dim]`` over the query heads of each of ``count`` kv heads."""
-    return tensor.unflatten(-3, (count, -1)).sum(-3)
-
-
-def scores(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, Any]:
-    """The inputs of the score functions, and the logits ``[..., heads, rows, keys]`` after score functions and mask."""
-    scaled = heads(q, q.shape[-2]) @ heads(k, q.shape[-2]).mT * how["softmax_scale"]
-    logits = scaled
+def computed_as(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, kernel_stand_ins.Score]:
+    """The visible pairs, and the scores as the functions that the kernel gets change them."""
+    score = kernel_stand_ins.Score(how["softmax_scale"])
     if how.get("score_mod") is not None:
-        logits = how["score_mod"](scaled, None, None, **PLACES)
-    seen = kernel_sees(q.shape[-3], k.shape[-3], **window_of(how))
-    return scaled, logits.masked_fill(~torch.from_numpy(seen), -torch.inf)
+        score = score._replace(function=lambda scaled: how["score_mod"](scaled, None, None, **PLACES))
+    if how.get("score_mod_bwd") is not None:
+        score = score._replace(
+            gradient=lambda dlogits, scaled: how["score_mod_bwd"](dlogits, scaled, None, None, **PLACES)
+        )
+    return kernel_sees(q.shape[-3], k.shape[-3], **window_of(how)), score
 
 
 @pytest.fixture
@@ -441,10 +411,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     first_call._compiled.clear()
     yield stand_in
     first_call._compiled.clear()
-
-
-def tensors(inputs: Inputs) -> Inputs:
-    return Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
 
 
 EMPTY_ROWS = {"causal": True, "q_len": 7, "kv_len": 5}
@@ -470,31 +436,9 @@ def test_results_match_the_reference(
     name: str, with_lse: bool, softcap: float | None, sinks: bool, kernel: Kernel
 ) -> None:
     features = {**CASES[name], "softcap": softcap, "sinks": sinks, "needs_backward": True, "return_lse": with_lse}
-    case = make(features)
-    inputs, dout = tensors(case.inputs), torch.from_numpy(case.dout)
-    dlse = torch.from_numpy(case.dlse) if with_lse else None
-    out, lse = flash4.forward(case.spec, inputs)
-    actual = flash4.backward(case.spec, inputs, out, lse, dout, dlse)
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.numpy() for part in actual))
-    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
-    verdict = expected.judge(out=out.numpy(), lse=lse, gradients=gradients)
-    assert verdict.ok, verdict
+    assert_right(flash4, make(features))
     assert len(kernel.calls) == 2  # the kernel itself has a gradient of the log-sum-exp
     assert (kernel.calls[1]["dlse"] is not None) is with_lse
-
-
-def test_the_log_sum_exp_of_empty_rows_has_no_gradient(kernel: Kernel) -> None:
-    case = make({**EMPTY_ROWS, "needs_backward": True, "return_lse": True})
-    inputs, dout, dlse = tensors(case.inputs), torch.from_numpy(case.dout), torch.from_numpy(case.dlse)
-    out, lse = flash4.forward(case.spec, inputs)
-    wild = dlse.masked_fill(lse == -torch.inf, torch.inf)
-    assert (wild == torch.inf).any()
-    for one, other in zip(
-        flash4.backward(case.spec, inputs, out, lse, dout, dlse)[:3],
-        flash4.backward(case.spec, inputs, out, lse, dout, wild)[:3],
-    ):
-        assert torch.equal(one, other)
 
 
 PAGED_CASES: dict[str, dict[str, Any]] = {
@@ -516,12 +460,7 @@ def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into
     spec = replace(paged_spec(3), **fields)
     drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)
-    inputs = PagedInputs(
-        *(
-            None if a is None else torch.from_numpy(a.astype(np.float32 if a.dtype == np.float64 else a.dtype))
-            for a in drawn
-        )
-    )
+    inputs = tensors(drawn, "float32")
     if max(new) == 1:
         inputs = inputs._replace(cu_seqlens_q=None)
     buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
@@ -537,7 +476,7 @@ def test_a_capture_before_the_first_paged_call_is_an_error(kernel: Kernel, monke
     """The error does not name ``warm_up``, because ``warm_up`` takes no pages."""
     spec = replace(paged_spec(3), q_len=3, max_len_q=1, dtype="float32")
     drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), (1, 1, 1))
-    inputs = PagedInputs(*(None if a is None else torch.from_numpy(a) for a in drawn))
+    inputs = tensors(drawn, "float32")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot capture the compilation; run the same call once before the capture"):
         flash4.forward(spec, inputs)
@@ -549,7 +488,7 @@ def test_a_capture_before_the_first_paged_call_is_an_error(kernel: Kernel, monke
 
 def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel) -> None:
     case = make({"head_dim": 32, "value_dim": 32, "num_kv_heads": 9, "q_len": 7, "needs_backward": True})
-    inputs, spec = tensors(case.inputs), case.spec
+    inputs, spec = tensors(case.inputs, "float64"), case.spec
     out, lse = torch.empty(spec.out_shape, dtype=torch.float64), torch.empty(spec.lse_shape, dtype=torch.float64)
     actual = flash4.forward(spec, inputs, (out, lse))
     assert actual[0] is out and actual[1] is lse
@@ -565,7 +504,7 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel
 
 def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     case = make({"num_kv_heads": 9, "head_dim": 32, "value_dim": 32, "needs_backward": True})
-    inputs = tensors(case.inputs)
+    inputs = tensors(case.inputs, "float64")
     one = inputs.k[:, :, :1].expand_as(inputs.k)
     copied = one.contiguous()
     out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
@@ -577,8 +516,8 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
 
 def test_score_functions_are_passed_to_the_kernel(kernel: Kernel) -> None:
     case = make({"softcap": 30.0, "needs_backward": True})
-    out, lse = flash4.forward(case.spec, tensors(case.inputs))
-    flash4.backward(case.spec, tensors(case.inputs), out, lse, out, None)
+    out, lse = flash4.forward(case.spec, tensors(case.inputs, "float64"))
+    flash4.backward(case.spec, tensors(case.inputs, "float64"), out, lse, out, None)
     functions = flash4_scores.softcap_functions(30.0)
     forward, backward = kernel.calls
     assert forward["score_mod"] is functions.forward and "score_mod_bwd" not in forward
@@ -591,7 +530,7 @@ def test_score_functions_are_passed_to_the_kernel(kernel: Kernel) -> None:
 
 def test_a_graph_capture_refuses_kernels_that_are_not_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make({"needs_backward": True, "return_lse": True})
-    spec, inputs = case.spec, tensors(case.inputs)
+    spec, inputs = case.spec, tensors(case.inputs, "float64")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"the flash4 forward of .* is not compiled yet.*call warm_up first"):
         flash4.forward(spec, inputs)
@@ -612,7 +551,7 @@ def test_a_graph_capture_refuses_kernels_that_are_not_compiled(kernel: Kernel, m
 
 def test_a_failed_compilation_is_not_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make({})
-    inputs = tensors(case.inputs)
+    inputs = tensors(case.inputs, "float64")
     with monkeypatch.context() as broken:
         broken.setattr(own_kernels, "entry_points", lambda: (lambda *args, **how: 1 / 0, None))
         with pytest.raises(ZeroDivisionError):

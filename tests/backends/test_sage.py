@@ -6,14 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from oracle_cases import make
 
 from attn_core import AttentionSpec, Target, backends
 from attn_core.backends import sage
 from attn_core.backends.support import Build
-from attn_core.call.tensors import Inputs
 from attn_core.selection import refusals
 
 NAMES = ("sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90")
@@ -162,25 +160,24 @@ def test_the_build_lists_the_installed_kernels(installed: str, monkeypatch: pyte
 # The arithmetic around the functions, with a stand-in that has the faults of the real ones
 
 torch = pytest.importorskip("torch")
-from attn_core.correctness import accuracy
+import kernel_stand_ins
+from direct_calls import assert_right, judged, ran, tensors
+from kernel_stand_ins import Score
 
 
 def stand_in(q: Any, k: Any, v: Any, *, triton: bool, is_causal: bool, sm_scale: float, **rest: Any) -> Any:
     """Exact in float64, but counts padded keys and writes to its k, as the Triton kernels do."""
     assert rest.pop("tensor_layout") == "NHD" and rest.pop("smooth_k") is False
     return_lse = rest.pop("return_lse", False)
-    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    rows, keys = q.shape[1], k.shape[1]
     assert q.shape[-1] in (64, 128) and not torch.is_grad_enabled()
     assert not is_causal or (rows == keys and (keys % 128 == 0 or not triton))
     wide = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, -keys % 64)) if triton else k
-    operands = (q, wide.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
-    q64, k64, v64 = (tensor.double().transpose(1, 2) for tensor in operands)
-    scores = sm_scale * q64 @ k64.mT
-    if is_causal:
-        scores += torch.full((rows, rows), -torch.inf, dtype=torch.float64).triu(1)
-    out = (torch.softmax(scores, -1)[..., :keys] @ v64).transpose(1, 2).to(q.dtype)
+    seen = torch.ones(rows, wide.shape[1], dtype=torch.bool)
+    padded = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, wide.shape[1] - keys))
+    out, lse = kernel_stand_ins.forward(q, wide, padded, seen.tril() if is_causal else seen, Score(sm_scale))
     k.zero_()
-    return (out, scores.logsumexp(-1).float()) if return_lse else out
+    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -209,14 +206,10 @@ def test_results_match_the_reference(case: str, name: str, with_lse: bool, monke
     monkeypatch.setattr(sage, "_function", function)
     made = make({**CASES[case], "return_lse": with_lse}, "float32")
     assert module.refuses(made.spec, "sm90", FIRST) == ()
-    tensors = [None if array is None else torch.from_numpy(np.asarray(array)).float() for array in made.inputs]
-    inputs, keys = Inputs(*tensors), tensors[1].clone()
-    out, lse = module.forward(made.spec, inputs)
+    inputs = tensors(made.inputs, "float32")
+    keys = inputs.k.clone()
+    lse = assert_right(module, made, inputs).lse
     assert torch.equal(inputs.k, keys), "the caller's k has been changed"
-    assert out.shape == made.spec.out_shape and lse.shape == made.spec.lse_shape and lse.dtype == torch.float32
-    expected = accuracy.expect(made.spec, made.inputs)
-    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy() if with_lse else None)
-    assert verdict.ok, verdict
     assert with_lse or lse.isnan().all()
 
 
@@ -224,7 +217,4 @@ def test_the_stand_in_shows_the_fault_that_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sage, "_function", lambda name: lambda *a, **kw: stand_in(*a, triton=True, **kw))
     made = make({"kv_len": 63}, "float32")
     assert any("kv_len=63" in why for why in refusals("sage", made.spec, on("sm90", FIRST)))
-    out, _ = sage.BACKEND.forward(
-        made.spec, Inputs(*(None if x is None else torch.from_numpy(x).float() for x in made.inputs))
-    )
-    assert not accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy()).ok
+    assert not judged(made, ran(sage.BACKEND, made)).ok

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from direct_calls import assert_right, judged, ran, tensors
 from oracle_cases import make
 
 from attn_core import AttentionSpec
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.call.tensors import Inputs
-from attn_core.correctness import accuracy
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -33,8 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(inputs: Inputs, dtype: str) -> Inputs:
-    return Inputs(*(torch.from_numpy(np.asarray(inputs[place])).to(getattr(torch, dtype)) for place in range(3)))
+IN_ONE_PIECE = SimpleNamespace(forward=lambda spec, inputs: plain_attention.results_of_few(spec, inputs, False)[:2])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -42,10 +40,7 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
     example = make(CASES[case], dtype)
     assert plain_attention.has_few_scores(example.spec)
-    out, lse, _ = plain_attention.results_of_few(example.spec, tensors(example.inputs, dtype), False)
-    assert out.shape == example.spec.out_shape and out.is_contiguous() and lse.shape == example.spec.lse_shape
-    verdict = accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
-    assert verdict.ok, verdict
+    assert assert_right(IN_ONE_PIECE, example).out.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,9 +61,8 @@ def test_one_piece_agrees_with_blocks(case: str, dtype: str, monkeypatch: pytest
 def test_the_comparison_finds_planted_faults(fault: str) -> None:
     example = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
     wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * example.spec.scale}[fault]
-    wrongly = replace(example.spec, **{fault: wrong})
-    out, _, _ = plain_attention.results_of_few(wrongly, tensors(example.inputs, "float32"), False)
-    assert not accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy()).ok
+    wrongly = example._replace(spec=replace(example.spec, **{fault: wrong}))
+    assert not judged(example, ran(IN_ONE_PIECE, wrongly)).ok
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -114,14 +108,7 @@ def test_a_spec_of_float64_or_of_documents_runs_in_blocks() -> None:
 
 def test_the_backward_takes_the_results_of_one_piece() -> None:
     example = make({"causal": True, "softcap": 1.5, "needs_backward": True}, "float32")
-    inputs = tensors(example.inputs, "float32")
-    out, lse = plain_attention.forward(example.spec, inputs)
-    dout = torch.from_numpy(example.dout).float()
-    gradients = math.backward(example.spec, inputs, out, lse, dout, None)
-    expected = accuracy.expect(example.spec, example.inputs, dout=example.dout)
-    parts = type(gradients)(*(None if part is None else part.double().numpy() for part in gradients))
-    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy(), gradients=parts)
-    assert verdict.ok, verdict
+    assert_right(math, example)
 
 
 def test_the_hidden_keys_of_inference_mode_serve_training() -> None:

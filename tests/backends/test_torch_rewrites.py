@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import callers_results
+from direct_calls import assert_right, rewritten, tensors
 from oracle_cases import make
 
 from attn_core import backends
 from attn_core.backends.shared import rewrites
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.correctness import accuracy
 
 math: Any = backends.load("math")
 
@@ -51,10 +49,6 @@ CASES = {
 }
 
 
-def tensors(inputs: Inputs) -> Inputs:
-    return Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
-
-
 @pytest.mark.parametrize("kernel", [SAME, APART], ids=["one width", "widths apart"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["no gradient of lse", "gradient of lse"])
@@ -62,24 +56,12 @@ def tensors(inputs: Inputs) -> Inputs:
 @pytest.mark.parametrize("name", CASES)
 def test_rewritten_calls_match_the_reference(name: str, dtype: str, with_lse: bool, sinks: bool, kernel: Any) -> None:
     case = make({**CASES[name], "sinks": sinks, "needs_backward": True, "return_lse": with_lse}, dtype)
-    kind = getattr(torch, dtype)
-    inputs = tensors(case.inputs)
-    inputs = inputs._replace(q=inputs.q.to(kind), k=inputs.k.to(kind), v=inputs.v.to(kind))
-    dout, dlse = torch.from_numpy(case.dout).to(kind), torch.from_numpy(case.dlse) if with_lse else None
-    out, lse = rewrites.forward(kernel, case.spec, inputs)
-    actual = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
-    seen, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
-    verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
-    assert verdict.ok, verdict
-    assert actual.dq.dtype == inputs.q.dtype and actual.dk.shape == inputs.k.shape and actual.dv.shape == inputs.v.shape
-    assert not sinks or actual.dsinks.dtype == inputs.sinks.dtype
+    assert_right(rewritten(kernel), case)
 
 
 def test_a_sink_of_minus_infinity_counts_as_no_sink() -> None:
     case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": True})
-    inputs = tensors(case.inputs)._replace(sinks=torch.full((9,), -torch.inf, dtype=torch.float64))
+    inputs = tensors(case.inputs, "float64")._replace(sinks=torch.full((9,), -torch.inf, dtype=torch.float64))
     out, lse = rewrites.forward(SAME, case.spec, inputs)
     plain, plain_lse = math.forward(make({"causal": True, "q_len": 7, "kv_len": 5}).spec, inputs._replace(sinks=None))
     torch.testing.assert_close(out, plain)
@@ -90,13 +72,13 @@ def test_a_sink_of_minus_infinity_counts_as_no_sink() -> None:
 
 def test_results_are_written_into_buffers_that_the_kernel_accepts() -> None:
     case = make({"head_dim": 8, "value_dim": 8})
-    inputs = tensors(case.inputs)
+    inputs = tensors(case.inputs, "float64")
     into = (torch.empty(case.spec.out_shape, dtype=torch.float64), None)
     out, _ = rewrites.forward(SAME, case.spec, inputs, into)
     assert out is into[0]
     case = make({"head_dim": 5, "value_dim": 5})
     into = (torch.full(case.spec.out_shape, 7.0, dtype=torch.float64), None)
-    out, _ = rewrites.forward(SAME, case.spec, tensors(case.inputs), into)
+    out, _ = rewrites.forward(SAME, case.spec, tensors(case.inputs, "float64"), into)
     assert out is not into[0] and (into[0] == 7.0).all()
 
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callers_view import callers_results
 from oracle_cases import LENGTHS_K, LENGTHS_Q, PACKED, make
 
 from attn_core import AttentionSpec, Target, backends
-from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build
 from attn_core.backends.xformers import backend as xformers
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import NO_CLASS, TENSOR, Mask, added_tensor, documents_mask, mask_of, rows_mask
 from attn_core.call.masks import visible
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Inputs
 from attn_core.selection import preference, refusals
 
 WORDS = tuple(xformers.OPERATORS)
@@ -369,7 +367,9 @@ def test_a_missing_package_is_the_reason() -> None:
 # The arithmetic around the kernels, with stand-ins that follow xformers' conventions
 
 torch = pytest.importorskip("torch")
-from attn_core.correctness import accuracy
+import kernel_stand_ins
+from direct_calls import assert_right, rewritten
+
 from torch_frontend import attention
 
 
@@ -387,11 +387,11 @@ class StandIn:
             setattr(self.attn_bias, str(name), lambda name=name, **fields: SimpleNamespace(name=name, **fields))
 
     def added(self, mask: Any, q: Any, k: Any) -> Any:
-        """``[batch or 1, heads or 1, q_len, kv_len]`` to add to the scores."""
+        """``[batch or 1, heads, q_len, kv_len]`` or ``[q_len, kv_len]`` to add to the scores."""
         if mask is None or isinstance(mask, torch.Tensor):
             if mask is not None and self.word == "cutlass":
                 assert mask.dtype == q.dtype and mask.stride(-1) == 1 and not any(s % 8 for s in mask.stride()[:-1])
-            return torch.zeros(()) if mask is None else mask.double()
+            return 0.0 if mask is None else mask.double().expand(-1, *q.shape[2:-1], -1, -1).flatten(1, -3)
         window = {name: value for name, value in vars(mask).items() if "window" in name}
         if hasattr(mask, "q_seqinfo"):
             sides = (mask.q_seqinfo, mask.k_seqinfo)
@@ -402,20 +402,14 @@ class StandIn:
             seen = seen_by(Mask(mask.name, window), q.shape[1], k.shape[1])
         return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~torch.from_numpy(seen), -torch.inf)
 
-    def scores(self, q: Any, k: Any, mask: Any, scale: float) -> Any:
-        """``[batch, heads..., q_len, kv_len]``"""
-        added = self.added(mask, q, k)
-        heads_first = [x.double().movedim(1, -2) for x in (q, k)]
-        return scale * heads_first[0] @ heads_first[1].mT + added
-
     def memory_efficient_attention_forward_requires_grad(
         self, q: Any, k: Any, v: Any, mask: Any, p: float, scale: float, *, op: Any
     ) -> tuple[Any, Any]:
         assert q.shape[2:-1] == k.shape[2:-1] and q.shape[0] == k.shape[0] and not torch.is_grad_enabled()
         assert q.dim() == 4 or (self.word != "cutlass" and k.stride(3) == 0 and q.stride(3) != 0)
-        scores = self.scores(q, k, mask, scale)
-        lse = scores.logsumexp(-1)
-        out = (torch.softmax(scores, -1).nan_to_num() @ v.double().movedim(1, -2)).movedim(-2, 1)
+        score = kernel_stand_ins.Score(scale, bias=self.added(mask, q, k))
+        out, lse = kernel_stand_ins.forward(*(x.flatten(2, -2) for x in (q, k, v)), True, score)
+        out, lse = out.reshape(q.shape[:-1] + v.shape[-1:]), lse.unflatten(1, q.shape[2:-1])
         if self.word == "flash":
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         if self.word == "cutlass":
@@ -428,11 +422,9 @@ class StandIn:
     ) -> tuple[Any, Any, Any]:
         assert q.dim() == 4 and q.shape[2] == k.shape[2] and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         assert not (lse == -torch.inf).any()
-        weights = torch.exp(self.scores(q, k, mask, scale) - lse[..., None].double())
-        dout, out, q, k, v = (x.double().movedim(1, -2) for x in (dout, out, q, k, v))
-        dscores = scale * weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-        actual = (dscores @ k, dscores.mT @ q, weights.mT @ dout)
-        return tuple(x.movedim(-2, 1).float() for x in actual)  # type: ignore[return-value]
+        score = kernel_stand_ins.Score(scale, bias=self.added(mask, q, k))
+        dq, dk, dv, _ = kernel_stand_ins.backward(q, k, v, out, dout, lse, True, score)
+        return dq.float(), dk.float(), dv.float()
 
 
 @pytest.fixture
@@ -476,24 +468,7 @@ def check(name: str, word: str, dtype: str, device: str) -> None:
     learns = word != "splitk" and not (word == "cutlass" and "window" in requested and "mask" not in name)
     case = make({**requested, "needs_backward": learns, "return_lse": True}, dtype)
     assert list(xformers._refuses(word, case.spec)) == []
-    given = {
-        name: None if array is None else torch.from_numpy(np.asarray(array)).to(device)
-        for name, array in case.inputs._asdict().items()
-    }
-    kind = getattr(torch, dtype)
-    inputs = Inputs(**{name: x.to(kind) if x is not None and x.is_floating_point() else x for name, x in given.items()})
-    out, lse = rewrites.forward(kernel, case.spec, inputs)
-    assert out.shape == case.spec.out_shape and lse.shape == case.spec.lse_shape and lse.dtype == torch.float32
-    dlse = case.dlse if learns else None
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout if learns else None, dlse=dlse)
-    gradients = None
-    if learns:
-        dout, given_dlse = torch.from_numpy(case.dout).to(device, kind), torch.from_numpy(case.dlse).to(device).float()
-        actual = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, given_dlse)
-        gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
-    lse, gradients = callers_results(case.spec, case.inputs, lse.cpu(), gradients, dlse)
-    verdict = expected.judge(out=out.double().cpu().numpy(), lse=lse, gradients=gradients)
-    assert verdict.ok, verdict
+    assert_right(rewritten(kernel), case, device=device)
 
 
 @pytest.mark.parametrize(("name", "word"), OF_OPERATORS)
