@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import callers_results
+from direct_calls import Results, assert_right, judged, ran, tensors
+from kernel_stand_ins import Score, backward, forward
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
@@ -220,25 +221,6 @@ def test_none_is_available_in_a_torch_without_cuda() -> None:
 # The arithmetic around the kernels
 
 
-def softmax(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float) -> tuple[Any, Any]:
-    """out and lse (-inf in empty rows) in float32; ``[rows, heads, dim]``, with as many kv heads as heads."""
-    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
-    score = torch.where(seen, score, -INF)
-    lse = torch.logsumexp(score, -1)
-    weights = torch.exp(score - lse.masked_fill(lse == -INF, 0.0)[..., None])
-    return torch.einsum("hqk,khd->qhd", weights, v.float()), lse
-
-
-def softmax_backward(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float, out: Any, lse: Any, dout: Any) -> Any:
-    """(dq, dk, dv, dscore) from the given lse; hidden weights are exp(-inf - lse)."""
-    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
-    weights = torch.exp(torch.where(seen, score, -INF) - lse[..., None])
-    delta = (dout.float() * out.float()).sum(-1).t()  # [heads, rows]
-    dscore = weights * (torch.einsum("qhd,khd->hqk", dout.float(), v.float()) - delta[..., None])
-    dq, dk = torch.einsum("hqk,khd->qhd", dscore, k.float()), torch.einsum("hqk,qhd->khd", dscore, q.float())
-    return dq * scale, dk * scale, torch.einsum("hqk,qhd->khd", weights, dout.float()), dscore
-
-
 def sequences(q: Any, k: Any, cu_q: Any, cu_k: Any) -> list[tuple[int, int, slice, slice]]:
     """(index, batch row, rows, keys) of each batch row or document."""
     if cu_q is None:
@@ -265,7 +247,7 @@ def efficient_pieces(q: Any, k: Any, bias: Any, cu_q: Any, cu_k: Any, mask_type:
         if window is not None:
             seen &= distance > -window
             assert seen.any(-1).all(), "tiles that meet no key stay unwritten"
-        yield index, batch, rows, keys, seen, None if bias is None else bias[batch], offset
+        yield index, batch, rows, keys, seen, 0.0 if bias is None else bias[batch].double(), offset
 
 
 def efficient_forward(
@@ -277,9 +259,8 @@ def efficient_forward(
     out = q.new_full((*q.shape[:3], v.shape[3]), NAN)
     for index, batch, rows, keys, seen, some, _ in efficient_pieces(q, k, bias, cu_q, cu_k, mask_type, window_size):
         if seen.numel():
-            part, lse = softmax(q[batch, rows], k[batch, keys], v[batch, keys], seen, some, scale)
-            out[batch, rows] = part.to(out.dtype)
-            raw[index, :, : lse.shape[1]] = lse.masked_fill(lse == -INF, 0.0)
+            part, lse = forward(q[batch, rows], k[batch, keys], v[batch, keys], seen, Score(scale, bias=some))
+            out[batch, rows], raw[index, :, : lse.shape[1]] = part, lse.masked_fill(lse == -INF, 0.0)
     return out, raw, None, None, max_q, max_k
 
 
@@ -299,10 +280,10 @@ def efficient_backward(*given: Any, scale: float, num_splits_key: int | None, wi
             continue
         count = rows.stop - rows.start
         assert (lse[index, :, count:] == INF).all()
-        tensors = q[batch, rows], k[batch, keys], v[batch, keys], seen, some, scale, out[batch, rows]
-        *parts, dscore = softmax_backward(*tensors, lse[index, :, :count], dout[batch, rows])
+        operands = q[batch, rows], k[batch, keys], v[batch, keys], out[batch, rows], dout[batch, rows]
+        *parts, dscore = backward(*operands, lse[index, :, :count], seen, Score(scale, bias=some))
         for gradient, place, part in zip(actual, (rows, keys, keys), parts, strict=True):
-            gradient[batch, place] = part.to(gradient.dtype)
+            gradient[batch, place] = part
         if dbias is not None:
             dbias[batch] = torch.where(seen, dscore, NAN)
     return (*actual, dbias)
@@ -327,12 +308,11 @@ def flash_pieces(q: Any, k: Any, cu_q: Any, cu_k: Any, how: dict[str, Any]) -> A
 def flash_forward(*given: Any, scale: float, **window: Any) -> Any:
     q, k, v, cu_q, cu_k, max_q, _, dropout, is_causal, debug = given
     assert dropout == 0.0 and not debug and (cu_q is None or max_q > 1)
-    out, group = torch.full_like(q, NAN), q.shape[-2] // k.shape[-2]
+    out = torch.full_like(q, NAN)
     lse = torch.full((q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]), NAN)
-    k, v = (t.repeat_interleave(group, -2) for t in (k, v))
     for place, rows, keys, seen in flash_pieces(q, k, cu_q, cu_k, {**window, "is_causal": is_causal}):
-        part, sums = softmax(q[rows], k[keys], v[keys], seen, None, scale)
-        out[rows], lse[place] = part.to(q.dtype), sums.masked_fill(sums == -INF, INF)
+        out[rows], sums = forward(q[rows], k[keys], v[keys], seen, Score(scale))
+        lse[place] = sums.masked_fill(sums == -INF, INF)
     return out, lse, None, None, None
 
 
@@ -340,14 +320,11 @@ def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
     dout, q, k, v, out, lse, cu_q, cu_k, _, _, dropout, is_causal, state, unused = given
     assert state.dtype == unused.dtype == torch.uint64 and state.shape == (2,) and dropout == 0.0
     assert lse.is_contiguous() and not (lse == -INF).any()
-    heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
-    k, v = (t.repeat_interleave(group, -2) for t in (k, v))
-    actual = [torch.full(t.shape, NAN) for t in (q, k, v)]
+    dq, dk, dv = (torch.full_like(t, NAN) for t in (q, k, v))
     for place, rows, keys, seen in flash_pieces(q, k, cu_q, cu_k, {**window, "is_causal": is_causal}):
-        tensors = q[rows], k[keys], v[keys], seen, None, scale, out[rows], lse[place], dout[rows]
-        actual[0][rows], actual[1][keys], actual[2][keys], _ = softmax_backward(*tensors)
-    dq, *others = actual
-    return dq.to(q.dtype), *(t.unflatten(-2, (heads, group)).sum(-2).to(q.dtype) for t in others)
+        operands = q[rows], k[keys], v[keys], out[rows], dout[rows], lse[place]
+        dq[rows], dk[keys], dv[keys], _ = backward(*operands, seen, Score(scale))
+    return dq, dk, dv
 
 
 def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
@@ -368,14 +345,9 @@ def cudnn_output(q: Any, width: int) -> Any:
 
 def cudnn_forward(q, k, v, bias, want_lse, dropout, is_causal, debug, *, scale) -> Any:
     assert dropout == 0.0 and not debug
-    group, seen = q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    out, lse = cudnn_output(q, v.shape[3]), torch.empty(*q.shape[:3], 1)
-    bias = None if bias is None else bias.expand(q.shape[0], -1, q.shape[2], k.shape[2])
-    for n in range(q.shape[0]):
-        rows = (t[n].transpose(0, 1) for t in (q, k, v))
-        part, sums = softmax(*rows, seen, None if bias is None else bias[n], scale)
-        out[n], lse[n] = part.transpose(0, 1).to(q.dtype), sums[..., None]
+    score = Score(scale, bias=0.0 if bias is None else bias.double())
+    part, sums = forward(*(t.transpose(1, 2) for t in (q, k, v)), cudnn_seen(q, k, bias, is_causal), score)
+    out, lse = cudnn_output(q, v.shape[3]).copy_(part.transpose(1, 2)), sums[..., None].float()
     return out, lse if want_lse else None, None, None, q.shape[2], k.shape[2], None, None, None
 
 
@@ -387,18 +359,10 @@ def cudnn_backward(*given: Any, scale: float) -> Any:
     assert lse.isfinite().all() or cudnn.zero_for_empty_rows()
     lse = lse.masked_fill(lse == -INF, 0.0)
     assert seed.dtype == state.dtype == torch.int64
-    heads, group, seen = k.shape[1], q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    bias = None if bias is None else bias.expand(q.shape[0], -1, q.shape[2], k.shape[2])
-    actual: list[list[Any]] = [[], [], []]
-    for n in range(q.shape[0]):
-        q_n, k_n, v_n, out_n, dout_n = (t[n].transpose(0, 1) for t in (q, k, v, out, dout))
-        some = None if bias is None else bias[n]
-        *parts, _ = softmax_backward(q_n, k_n, v_n, seen, some, scale, out_n, lse[n, ..., 0], dout_n)
-        for rows, part in zip(actual, parts, strict=True):
-            rows.append(part.transpose(0, 1))
-    dq, dk, dv = (torch.stack(rows) for rows in actual)
-    return dq.to(q.dtype), *(t.unflatten(1, (heads, group)).sum(2).to(q.dtype) for t in (dk, dv))
+    score = Score(scale, bias=0.0 if bias is None else bias.double())
+    operands = (t.transpose(1, 2) for t in (q, k, v, out, dout))
+    gradients = backward(*operands, lse[..., 0], cudnn_seen(q, k, bias, is_causal), score)[:3]
+    return tuple(t.transpose(1, 2).to(q.dtype) for t in gradients)
 
 
 # names of oracle_cases
@@ -463,17 +427,6 @@ STANDINS = {
 }
 
 
-def tensors(inputs: Inputs, dtype: str) -> Inputs:
-    """The inputs as torch tensors: q, k, v and bias in the call's dtype, the other floats in float32."""
-    results = {}
-    for name, array in inputs._asdict().items():
-        tensor = None if array is None else torch.from_numpy(np.asarray(array))
-        if tensor is not None and tensor.is_floating_point():
-            tensor = tensor.to(getattr(torch, dtype) if name in ("q", "k", "v", "bias") else torch.float32)
-        results[name] = tensor
-    return Inputs(**results)
-
-
 @pytest.mark.parametrize("extra", ["", "sinks", "return_lse"])
 @pytest.mark.parametrize(
     ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
@@ -493,23 +446,7 @@ def test_results_match_the_reference(
         made = make({**fields, "needs_backward": learns}, dtype)
         target = Target("torch", "sm80", builds=(("sdpa_cudnn", CUDNN),))
         assert selection.refusals(name, made.spec, target) == ()
-        inputs = tensors(made.inputs, dtype)
-        out, lse = module.forward(made.spec, inputs)
-        gradients = None
-        dlse = made.dlse if extra == "return_lse" else None
-        if learns:
-            dout = torch.from_numpy(made.dout).to(inputs.q.dtype)
-            actual = module.backward(
-                made.spec, inputs, out, lse, dout, None if dlse is None else torch.from_numpy(dlse).float()
-            )
-            assert [part.dtype for part in actual if part is not None][:3] == [inputs.q.dtype] * 3
-            gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
-        expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None, dlse=dlse)
-        seen, gradients = callers_results(made.spec, made.inputs, lse, gradients, dlse)
-        needs_lse = made.spec.return_lse or learns  # else any log-sum-exp will do
-        verdict = expected.judge(out=out.double().numpy(), lse=seen if needs_lse else None, gradients=gradients)
-        assert verdict.ok, verdict
-        assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
+        assert_right(module, made)
 
 
 @pytest.mark.parametrize(
@@ -593,19 +530,17 @@ WITH_SHORTCUTS = [
 
 def judge_shortcut(run: Any, spec: AttentionSpec, device: str) -> None:
     made = make({name: getattr(spec, name) for name in FIELDS}, "bfloat16")
-    inputs = Inputs(*(None if tensor is None else tensor.to(device) for tensor in tensors(made.inputs, spec.dtype)))
+    inputs = tensors(made.inputs, spec.dtype, device)
     explicit = [inputs.mask, inputs.bias] if spec.mask_shape or spec.bias_shape else []
-    learning = [*inputs[:3], *([inputs.bias] if spec.bias_gradient else [])] if spec.needs_backward else []
-    for tensor in learning:
+    for tensor in (*inputs[:3], *([inputs.bias] if spec.bias_gradient else [])) if spec.needs_backward else ():
         tensor.requires_grad_()
     out, _ = run(*inputs[:3], *explicit)
     gradients = None
     if spec.needs_backward:
         out.backward(torch.from_numpy(made.dout).to(out))
-        parts = [*(t.grad for t in inputs[:3]), inputs.bias.grad if spec.bias_gradient else None, None]
-        gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in parts))
-    expected = accuracy.expect(spec, made.inputs, dout=made.dout if spec.needs_backward else None)
-    verdict = expected.judge(out=out.detach().double().cpu().numpy(), gradients=gradients)
+        dbias = inputs.bias.grad if spec.bias_gradient else None
+        gradients = Gradients(*(t.grad for t in inputs[:3]), dbias, None)
+    verdict = judged(made, Results(out, None, gradients))
     assert verdict.ok, verdict
     assert tuple(out.shape) == spec.out_shape
 
@@ -891,7 +826,7 @@ def test_the_in_place_flash_kernel_gives_the_same_bits(fields: dict[str, Any]) -
     if flash._in_place() is None:
         pytest.skip(f"torch {torch.__version__} has no such op")
     made = make({**fields, "head_dim": 64, "value_dim": 64}, "bfloat16")
-    inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, "bfloat16")))
+    inputs = tensors(made.inputs, "bfloat16", "cuda")
     out, lse = flash.forward(made.spec, inputs)
     place = torch.full_like(out, NAN)
     actual = flash.forward(made.spec, inputs, (place, None))
@@ -899,20 +834,12 @@ def test_the_in_place_flash_kernel_gives_the_same_bits(fields: dict[str, Any]) -
     assert (actual[0] is place) is (made.spec.q_len > 1)
 
 
-def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
+def judged_here(name: str, fields: dict[str, Any], dtype: str) -> accuracy.Accuracy:
     """The verdict on one call with gradients on the GPU."""
     made = make({**fields, "needs_backward": True}, dtype)
-    target, module = Target.here("torch", _device()), backends.load(name, "cuda")
-    if reasons := selection.refusals(name, made.spec, target):
+    if reasons := selection.refusals(name, made.spec, Target.here("torch", _device())):
         pytest.skip("; ".join(reasons))
-    inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, dtype)))
-    out, lse = module.forward(made.spec, inputs)
-    dout = torch.from_numpy(made.dout).to(inputs.q)
-    actual = module.backward(made.spec, inputs, out, lse, dout, None)
-    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
-    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
-    seen, _ = callers_results(made.spec, made.inputs, lse.cpu())
-    return expected.judge(out=out.double().cpu().numpy(), lse=seen, gradients=gradients)
+    return judged(made, ran(backends.load(name, "cuda"), made, device="cuda"))
 
 
 def _device() -> str:
@@ -932,7 +859,7 @@ def test_large_head_dims_match_the_reference(widths: tuple[int, int], dtype: str
         "head_dim": widths[0],
         "value_dim": widths[1],
     }
-    verdict = judged("sdpa_efficient", {**sizes, "causal": True}, dtype)
+    verdict = judged_here("sdpa_efficient", {**sizes, "causal": True}, dtype)
     assert verdict.ok, verdict
 
 
@@ -946,7 +873,7 @@ def test_documents_with_more_queries_than_keys(name: str, causal: bool, monkeypa
     monkeypatch.setattr("oracle_cases.LENGTHS_K", keys)
     sizes = {"batch": 1, "q_len": sum(queries), "kv_len": sum(keys), "documents": 5, "max_len_q": 300, "max_len_k": 257}
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 160, "value_dim": 160}
-    verdict = judged(name, {**sizes, **heads, "causal": causal}, "bfloat16")
+    verdict = judged_here(name, {**sizes, **heads, "causal": causal}, "bfloat16")
     assert verdict.ok, verdict
 
 
