@@ -14,12 +14,11 @@ from attn_core.backends.flash4 import function_blocks, functions, masked, own_ke
 from attn_core.backends.flash4.versions import NEWER
 from attn_core.backends.shared import dry_run
 from attn_core.backends.support import Build, limit_to_build
-from attn_core.call.tensors import Gradients, Inputs
-from attn_core.correctness import accuracy
+from attn_core.call.tensors import Inputs
 from tests.campaign.functions import MASKS, SCORES, fields_of
 
 torch = pytest.importorskip("torch")
-from callers_view import callers_results
+from direct_calls import judged, ran, tensors
 from oracle_cases import fill
 
 SIZES: dict[str, Any] = {
@@ -194,17 +193,6 @@ ALIKE = {
 PACKED_LENGTHS = (120, 0, 9, 130, 1, 40)
 
 
-def tensors_of(inputs: Any, dtype: str) -> Inputs:
-    kind = getattr(torch, dtype)
-    tensors = {
-        name: None if array is None else torch.from_numpy(np.array(array)).cuda()
-        for name, array in inputs._asdict().items()
-    }
-    for name in ("q", "k", "v", "sinks"):
-        tensors[name] = None if tensors[name] is None else tensors[name].to(kind)
-    return Inputs(**tensors)
-
-
 def on_gpu(name: str, seed: int = 3, **changes: Any) -> tuple[AttentionSpec, Inputs, Any]:
     """The spec, the tensors and the arrays of a case. Skips the test if flash-attn-4 is not installed."""
     target = Target.here("torch", "sm90")
@@ -217,30 +205,22 @@ def on_gpu(name: str, seed: int = 3, **changes: Any) -> tuple[AttentionSpec, Inp
     if name.startswith("gallery: "):
         ranges = GALLERY[name.removeprefix("gallery: ")]
         case = case._replace(inputs=case.inputs._replace(key_ranges=ranges))
-    return spec, tensors_of(case.inputs, spec.dtype), case
+    return spec, tensors(case.inputs, spec.dtype, "cuda"), case
 
 
-def judged(name: str, **changes: Any) -> Any:
+def judged_here(name: str, **changes: Any) -> Any:
     """The verdict on forward and gradients, which run three times: later calls are replayed."""
-    spec, tensors, case = on_gpu(name, **changes)
-    inputs = case.inputs
-    dout = torch.from_numpy(case.dout).cuda().to(tensors.q.dtype)
-    dlse = torch.from_numpy(case.dlse).cuda().float()
+    _, inputs, case = on_gpu(name, **changes)
     for _ in range(3):
-        out, lse = flash4.forward(spec, tensors)
-        actual = flash4.backward(spec, tensors, out, lse, dout, dlse)
-    wide = [None if t is None else t.double().cpu().numpy() for t in actual]
-    dlse_seen = np.where(lse.double().cpu().numpy() == -np.inf, 0.0, dlse.double().cpu().numpy())
-    seen, gradients = callers_results(spec, inputs, lse.double().cpu().numpy(), Gradients(*wide), dlse_seen)
-    expected = accuracy.expect(spec, inputs, dout=dout.double().cpu().numpy(), dlse=dlse_seen)
-    return expected.judge(out=out.double().cpu().numpy(), lse=seen, gradients=gradients)
+        results = ran(flash4, case, inputs)
+    return judged(case, results)
 
 
 @pytest.mark.cuda
 @pytest.mark.on_gpus(only=lambda name: name not in ALIKE)
 @pytest.mark.parametrize("name", CASES)
 def test_results_on_a_gpu(name: str) -> None:
-    verdict = judged(name)
+    verdict = judged_here(name)
     assert verdict.ok, verdict
 
 
@@ -312,4 +292,4 @@ def test_planted_faults_fail(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return original(spec, inputs._replace(key_ranges=key_ranges), *others)
 
     monkeypatch.setattr(masked.block_tables, "table", wrong)
-    assert not judged("two ranges by row, window", sinks=False).ok
+    assert not judged_here("two ranges by row, window", sinks=False).ok

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import callers_results
+from direct_calls import assert_right, judged, ran, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, Case, fill, make
-from spec_strategies import LEARNED, LEARNED_SIZES, Call, learned_call, make_call
+from spec_strategies import LEARNED, LEARNED_SIZES, learned_call, make_call
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.flex import (
@@ -33,8 +33,7 @@ from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
-from attn_core.call.tensors import Gradients, Inputs
-from attn_core.correctness import accuracy
+from attn_core.call.tensors import Inputs
 from attn_core.expressions import trace_score
 from attn_core.expressions.on_torch import torch_function
 from attn_core.expressions.tracing import Aux
@@ -61,20 +60,10 @@ WHOLE = {**FEATURES["everything"], "dropout": 0.0, "bias_gradient": False}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the kernels, on the CPU")
 
 
-def tensors(inputs: Inputs, kind: Any) -> Inputs:
-    """The float inputs of a case in a torch dtype, the other inputs unchanged."""
-    return Inputs(
-        *(
-            None if array is None else torch.from_numpy(np.array(array)).to(kind if array.dtype == np.float64 else None)
-            for array in inputs
-        )
-    )
-
-
 def case_of(name: str, **changes: Any) -> tuple[Case, Inputs]:
     fields = WHOLE if name == "whole" else {**FEATURES[name], "bias_gradient": False}
     case = make({**fields, **changes}, "float32")
-    return case, tensors(case.inputs, torch.float32)
+    return case, tensors(case.inputs, "float32")
 
 
 # The spec as arguments
@@ -164,7 +153,7 @@ def test_mask_functions_match_the_visible_set(name: str) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     spec, inputs, *_ = make(FEATURES[name])
-    _, mask = functions_of(spec, tensors(inputs, None))
+    _, mask = functions_of(spec, tensors(inputs, "float64"))
     got = create_mask(mask, spec.batch, spec.num_heads, spec.q_len, spec.kv_len, "cpu").numpy()
     given = inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges
     expected = visible(spec, *given, aux_of(inputs))
@@ -178,7 +167,7 @@ def test_score_functions_match_the_reference(name: str) -> None:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     spec, inputs, *_ = make(WHOLE if name == "whole" else FEATURES[name])
-    score, _ = functions_of(spec, tensors(inputs, None))
+    score, _ = functions_of(spec, tensors(inputs, "float64"))
     for dims in (
         (0, None, None, None, 0),
         (0, None, None, 0, None),
@@ -260,7 +249,7 @@ def matrices(one: blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
 def test_block_tables(case: Case) -> None:
     """Every visible pair lies in a block of the table, a full block hides nothing, and the tables by row and by key
     agree."""
-    spec, inputs = case.spec, tensors(case.inputs, torch.float64)
+    spec, inputs = case.spec, tensors(case.inputs, "float64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", 8)
         patch.setattr(programs, "compile_symbolic", lambda function, compiler: function)
@@ -367,24 +356,10 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     programs.program.cache_clear()
 
 
-def judged(case: Case | Call, inputs: Inputs) -> accuracy.Accuracy:
-    """Runs a call with gradients in the backend, and judges its results as the caller sees them."""
-    out, lse = flex_cuda.forward(case.spec, inputs)
-    dout, dlse = (torch.from_numpy(np.array(array)).float() for array in (case.dout, case.dlse))
-    given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # the gradient of lse ** 2 is not finite there
-    actual = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
-    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
-    arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in actual))
-    seen, arrays = callers_results(case.spec, case.inputs, lse, arrays, dlse)
-    assert not out.requires_grad and not lse.requires_grad
-    return expected.judge(out=out.numpy(), lse=seen, gradients=arrays)
-
-
 @needs_no_gpu
 @pytest.mark.parametrize("name", COMPILED)
 def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[Any]) -> None:
-    verdict = judged(*case_of(name, needs_backward=True, return_lse=True))
-    assert verdict.ok, verdict
+    assert_right(flex_cuda, *case_of(name, needs_backward=True, return_lse=True))
 
 
 @needs_no_gpu
@@ -398,8 +373,7 @@ def test_gradients_of_arrays_match_the_reference(
     flex_cuda._signature.cache_clear()
     call = learned_call(name, dtype="float32", aux_dtype="float32", causal=True, softcap=2.0, sinks=True)
     assert not list(unmet_claims(flex_cuda.BACKWARD, call.spec, "sm90"))
-    verdict = judged(call, tensors(call.inputs, torch.float32))
-    assert verdict.ok, verdict
+    assert_right(flex_cuda, call)
 
 
 @needs_no_gpu
@@ -409,7 +383,7 @@ def test_a_wrong_gradient_of_an_array_is_noticed(standing_in: list[Any], monkeyp
     real = learned.summed
     rolled = lambda spec, arrays, parts, bad: real(spec, arrays, [part.roll(1, 0) for part in parts], bad)  # noqa: E731
     monkeypatch.setattr(learned, "summed", rolled)
-    assert not judged(call, tensors(call.inputs, torch.float32)).ok
+    assert not judged(call, ran(flex_cuda, call)).ok
 
 
 def test_every_lookup_has_an_array_of_its_own() -> None:
@@ -428,7 +402,7 @@ def test_a_bad_number_in_a_document_reaches_the_gradients_of_arrays(standing_in:
     sizes = {key: value for key, value in LEARNED_SIZES.items() if key not in ("batch", "q_len", "kv_len", "dtype")}
     call = make_call(4, ((3, 4), (3, 4)), **sizes, dtype="float32", score_mod=trace_score(function, aux).tree, aux=aux)
     call = replace(call, spec=replace(call.spec, aux_gradients=(0,)))
-    inputs = tensors(call.inputs, torch.float32)._replace(aux0=torch.ones(4, dtype=torch.bfloat16))
+    inputs = tensors(call.inputs, "float32")._replace(aux0=torch.ones(4, dtype=torch.bfloat16))
     for poison in (1.0, np.inf):
         inputs.v[0] *= poison
         out, lse = flex_cuda.forward(call.spec, inputs)
@@ -487,19 +461,10 @@ def test_the_shortcut_allows_retain_graph_but_no_second_derivative(
 @needs_no_gpu
 def test_gradients_are_right_if_the_sink_has_nearly_all_weight(standing_in: list[Any]) -> None:
     """The keys then have weights of 1e-5 and less, and ``1 - the sink's weight`` would have few correct digits."""
-    fields = {**FEATURES["sinks"], "bias_gradient": False, "needs_backward": True, "return_lse": True}
+    fields = {**FEATURES["sinks"], "bias_gradient": False, "needs_backward": True}
     case = make({**fields, "scale": 1.0}, "float32")
-    spec, q = case.spec, case.inputs.q.copy()
-    q[..., 0], case.inputs.k[..., 0] = 4.0, -4.0  # adds -16 to every score
-    arrays = case.inputs._replace(q=q)
-    inputs = tensors(arrays, torch.float32)
-    out, lse = flex_cuda.forward(spec, inputs)
-    actual = flex_cuda.backward(spec, inputs, out, lse, torch.from_numpy(case.dout).float(), None)
-    expected = accuracy.expect(spec, arrays, dout=case.dout)
-    verdict = expected.judge(
-        out=out.numpy(), lse=lse.numpy(), gradients=Gradients(*(None if t is None else t.numpy() for t in actual))
-    )
-    assert verdict.ok, verdict
+    case.inputs.q[..., 0], case.inputs.k[..., 0] = 4.0, -4.0  # adds -16 to every score
+    assert_right(flex_cuda, case)
 
 
 @needs_no_gpu
@@ -522,15 +487,8 @@ def test_one_program_serves_every_softcap_and_scale(standing_in: list[Any]) -> N
     results, compilations = [], []
     for cap, scale in ((0.7, 0.3), (1.5, 0.3), (50.0, 2.0)):
         case, inputs = case_of("softcap", needs_backward=True, return_lse=True, softcap=cap, scale=scale)
-        out, lse = flex_cuda.forward(case.spec, inputs)
-        dout = torch.from_numpy(case.dout).float()
-        gradients = flex_cuda.backward(case.spec, inputs, out, lse, dout, None)
-        expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=np.zeros(lse.shape))
-        arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in gradients))
-        verdict = expected.judge(out=out.numpy(), lse=lse.numpy(), gradients=arrays)
-        assert verdict.ok, verdict
+        results.append(assert_right(flex_cuda, case, inputs).out)
         compilations.append(len(standing_in))
-        results.append(out)
     assert compilations[0] > 0 and len(set(compilations)) == 1
     assert not torch.equal(results[0], results[1])
 
@@ -674,9 +632,18 @@ def test_tensors_are_copied_only_if_no_program_takes_their_layout() -> None:
 # On a GPU: cases that the generated suites do not cover
 
 
+def case_for_gpu(spec: AttentionSpec) -> Case:
+    return fill(spec, 0, *((spec.q_len // 2, spec.q_len // 2),) * 2) if spec.packed else fill(spec, 0)
+
+
 def on_gpu(spec: AttentionSpec) -> Inputs:
-    case = fill(spec, 0, *((spec.q_len // 2, spec.q_len // 2),) * 2) if spec.packed else fill(spec, 0)
-    return Inputs(*(t if t is None else t.cuda() for t in tensors(case.inputs, getattr(torch, spec.dtype))))
+    return tensors(case_for_gpu(spec).inputs, spec.dtype, "cuda")
+
+
+def assert_right_on_gpu(spec: AttentionSpec) -> None:
+    case = case_for_gpu(spec)
+    verdict = judged(case, ran(flex_cuda, case, device="cuda"))
+    assert verdict.ok, f"{spec}\n{verdict}"
 
 
 @pytest.mark.cuda
@@ -722,26 +689,10 @@ def test_a_program_compiled_for_other_lengths_is_right(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 96, "value_dim": 96, "dtype": "bfloat16"}
     programs.program.cache_clear()
-    for number, (q_len, kv_len) in enumerate(OTHER_LENGTHS[lengths]):
+    for q_len, kv_len in OTHER_LENGTHS[lengths]:
         shape = tuple(1 if axis in MASK_AXES[axes] else size for axis, size in enumerate((1, 1, q_len, kv_len)))
-        spec = AttentionSpec(
-            **sizes, q_len=q_len, kv_len=kv_len, softcap=0.7, mask_shape=shape, needs_backward=True, return_lse=True
-        )
-        inputs = on_gpu(spec)
-        out, lse = flex_cuda.forward(spec, inputs)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
-        dout = dout.to(torch.bfloat16)
-        actual = flex_cuda.backward(spec, inputs, out, lse, dout.cuda(), None)
-        arrays = Inputs(*(None if t is None else widened(t) for t in inputs))
-        expected = accuracy.expect(spec, arrays, dout=widened(dout))
-        gradients = Gradients(*(None if t is None else widened(t) for t in actual))
-        verdict = expected.judge(out=widened(out), lse=widened(lse), gradients=gradients)
-        assert verdict.ok, (q_len, kv_len, verdict)
-
-
-def widened(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor as numpy, floats in float64."""
-    return (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy()
+        spec = AttentionSpec(**sizes, q_len=q_len, kv_len=kv_len, softcap=0.7, mask_shape=shape, needs_backward=True)
+        assert_right_on_gpu(spec)
 
 
 RANGES_ON_A_GPU = {
@@ -756,36 +707,18 @@ RANGES_ON_A_GPU = {
 @pytest.mark.parametrize("fields", RANGES_ON_A_GPU.values(), ids=list(RANGES_ON_A_GPU))
 def test_key_ranges_on_a_gpu(fields: dict[str, Any]) -> None:
     sizes = {"batch": 2, "q_len": 200, "kv_len": 300, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    more = {"value_dim": 64, "dtype": "bfloat16", "needs_backward": True, "return_lse": True}
-    spec = AttentionSpec(**{**sizes, **more, **fields})
-    inputs = on_gpu(spec)
-    out, lse = flex_cuda.forward(spec, inputs)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(torch.bfloat16)
-    actual = flex_cuda.backward(spec, inputs, out, lse, dout.cuda(), None)
-    arrays = Inputs(*(None if t is None else widened(t) for t in inputs))
-    expected = accuracy.expect(spec, arrays, dout=widened(dout))
-    gradients = Gradients(*(None if t is None else widened(t) for t in actual))
-    seen, _ = callers_results(spec, arrays, widened(lse))  # random ranges leave rows without keys
-    verdict = expected.judge(out=widened(out), lse=seen, gradients=gradients)
-    assert verdict.ok, verdict
+    more = {"value_dim": 64, "dtype": "bfloat16", "needs_backward": True}
+    assert_right_on_gpu(AttentionSpec(**{**sizes, **more, **fields}))  # random ranges leave rows without keys
 
 
 @pytest.mark.cuda
 def test_float32_is_not_rounded_to_tf32() -> None:
-    spec = replace(SPEC, dtype="float32", needs_backward=True)
-    inputs = on_gpu(spec)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        out, lse = flex_cuda.forward(spec, inputs)
-        actual = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+        assert_right_on_gpu(replace(SPEC, dtype="float32", needs_backward=True))
     finally:
         torch.set_float32_matmul_precision(before)
-    arrays = Inputs(*(None if t is None else t.double().cpu().numpy() for t in inputs))
-    expected = accuracy.expect(spec, arrays, dout=np.ones(spec.out_shape))
-    gradients = Gradients(*(None if t is None else t.cpu().numpy() for t in actual))
-    verdict = expected.judge(out=out.cpu().numpy(), lse=lse.cpu().numpy(), gradients=gradients)
-    assert verdict.ok, verdict
 
 
 @pytest.mark.cuda

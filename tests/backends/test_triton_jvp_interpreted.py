@@ -1,4 +1,4 @@
-"""The Triton kernel of forward mode in Triton's interpreter, on the CPU, against the float64 formula and its bounds."""
+"""triton_jvp's kernels in Triton's interpreter, on the CPU, against float64: forward mode, and the largest logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
+import row_maximum_reference
 import triton_interpreter
 from forward_mode import NAMES, in_forward_mode, judge, tangents_of
+from interpreted_calls import (
+    BANDS,
+    DOCUMENTS,
+    FAULTY,
+    FLOAT32,
+    LIES,
+    SINKS,
+    SIZES,
+    amid_nan,
+    heads_outside,
+    stepped,
+    tensor,
+    tensors,
+)
 from oracle_cases import rounded
 from other_process import OtherProcess
 from spec_strategies import MISREAD, Call, make_call, misread
 
-from attn_core.backends.contract import ForwardModePass
+from attn_core.backends.contract import ForwardModePass, RowMaximumPass
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.correctness import reference
+from attn_core.selection import row_maximum
 from torch_frontend import SeqInfo, attention
 
 pytestmark = pytest.mark.sampled
@@ -32,43 +48,12 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.C
     yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
 
 
-SIZES = {
-    **{"batch": 2, "q_len": 37, "kv_len": 83, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16},
-    "dtype": "float16",
-}
-DOCUMENTS = {**SIZES, "lengths": ((33, 0, 67, 5), (20, 8, 90, 0))}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": SIZES,
-    "float32": {**SIZES, "dtype": "float32", "causal": True},
-    "bfloat16": {**SIZES, "dtype": "bfloat16", "causal": True},
-    "causal": {**SIZES, "causal": True, "num_kv_heads": 2},
-    "top left": {**SIZES, "causal": True, "alignment": "top_left"},
-    "rows without keys": {**SIZES, "causal": True, "q_len": 83, "kv_len": 37, "sinks": True},
-    "window": {**SIZES, "window": (17, 5), "kv_len": 150},
-    "a narrow window": {**SIZES, "window": (3, 0), "q_len": 130, "kv_len": 130, "batch": 1},
-    "a window on the left": {**SIZES, "window": (40, None)},
-    "a window on the right": {**SIZES, "window": (None, 3)},
-    "a window beside the keys": {**SIZES, "window": (2, 1), "alignment": "top_left", "q_len": 83, "kv_len": 37},
-    "softcap": {**SIZES, "softcap": 1.3},
+    **(BANDS | FLOAT32 | SINKS),
     "softcap, float32": {**SIZES, "softcap": 30.0, "dtype": "float32"},
-    "sinks": {**SIZES, "sinks": True, "causal": True},
-    "documents": {**DOCUMENTS, "causal": True},
-    "documents, top left": {**DOCUMENTS, "causal": True, "alignment": "top_left", "dtype": "bfloat16"},
     "documents, everything": {**DOCUMENTS, "window": (5, 2), "sinks": True, "softcap": 2.0, "num_heads": 3},
-    "odd widths": {**SIZES, "head_dim": 21, "value_dim": 13, "dtype": "float32", "window": (40, 7)},
     "wide": {**SIZES, "head_dim": 80, "value_dim": 150, "batch": 1, "num_heads": 1},
-    "as wide as it gets": {**SIZES, "head_dim": 256, "value_dim": 256, "batch": 1, "num_heads": 1, "kv_len": 40},
 }
-
-
-def tensor(array: Any, dtype: str) -> Any:
-    return None if array is None else torch.from_numpy(np.array(array)).to(getattr(torch, dtype))
-
-
-def tensors(call: Call) -> Inputs:
-    learned = {name: tensor(getattr(call.inputs, name), call.dtype_of(name)) for name in ("q", "k", "v", "sinks")}
-    offsets = {name: tensor(getattr(call.inputs, name), "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    return Inputs(**learned, **offsets)
 
 
 def moved(call: Call, tangents: Tangents) -> Tangents:
@@ -144,7 +129,7 @@ def test_nan_stays_in_its_document() -> None:
 def test_offsets_that_lie_lead_nowhere_outside() -> None:
     call = in_forward_mode(make_call(**CASES["documents"]))
     inputs, tangents = tensors(call), moved(call, tangents_of(call))
-    for lie in ([0, 99, 3, 10**6, -7], [-5, 2**31 - 1, 40, 41, 2**31 - 1], [50, 40, 30, 20, 10]):
+    for lie in LIES:
         offsets = torch.tensor(lie, dtype=torch.int32)
         amid = [amid_nan(each) for each in inputs[1:3]]
         given = inputs._replace(k=amid[0], v=amid[1], cu_seqlens_q=inputs.cu_seqlens_q, cu_seqlens_k=offsets)
@@ -152,27 +137,20 @@ def test_offsets_that_lie_lead_nowhere_outside() -> None:
             assert not each.isnan().any()
 
 
-def amid_nan(rows: Any) -> Any:
-    """The same rows as the middle of a tensor that is NaN on both sides."""
-    wide = rows.new_full((3 * len(rows), *rows.shape[1:]), torch.nan)
-    wide[len(rows) : 2 * len(rows)] = rows
-    return wide[len(rows) : 2 * len(rows)]
-
-
 def test_any_strides() -> None:
     call = in_forward_mode(make_call(**CASES["causal"]))
     inputs, tangents = tensors(call), moved(call, tangents_of(call))
     expected = triton_jvp.jvp(call.spec, inputs, tangents)[2:]
-    heads_outside = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in inputs[:3]]
-    stepped = [each.repeat_interleave(2, -1)[..., ::2] for each in tangents[:3]]
     into = tuple(torch.full_like(each, torch.nan) for each in expected)
-    results = triton_jvp.jvp(call.spec, Inputs(*heads_outside), Tangents(*stepped), into)[2:]
+    results = triton_jvp.jvp(
+        call.spec, Inputs(*map(heads_outside, inputs[:3])), Tangents(*map(stepped, tangents[:3])), into
+    )[2:]
     assert all(map(torch.equal, results, expected)) and results[0] is into[0] and results[1] is into[1]
 
 
 @pytest.mark.parametrize("fault", MISREAD)
 def test_faults_are_caught(fault: str) -> None:
-    call = in_forward_mode(make_call(**{**CASES["window"], "scale": 1.0, "softcap": 1.5}))
+    call = in_forward_mode(make_call(**FAULTY))
     tangents = tangents_of(call)
     assert judge(call, tangents, computed(call, tangents)).ok
     assert not judge(call, tangents, computed(misread(call, fault), tangents)).ok
@@ -207,3 +185,93 @@ def along(way: Any, primals: Any, **options: Any) -> Any:
     """The tangent of the output along a way of q."""
     q, k, v = primals
     return torch.func.jvp(lambda q: attention(q, k, v, **options), (q,), (way,))[1]
+
+
+# The largest logit of each row
+
+
+TABLES = {"bias_shape": (1, 2, 37, 83), "mask_shape": (2, 1, 37, 83), "alibi_shape": (2,)}
+ROW_MAXIMA: dict[str, dict[str, Any]] = {
+    **(BANDS | FLOAT32),
+    "softcap and bias": {**SIZES, "softcap": 1.3, "bias_shape": (2, 1, 37, 83), "hiding": True},
+    "a bias of another dtype": {**SIZES, "bias_shape": (1, 1, 1, 83), "extras_dtype": "float32"},
+    "mask": {**SIZES, "mask_shape": (2, 2, 37, 83), "causal": True},
+    "slopes": {**SIZES, "alibi_shape": (2, 2), "causal": True, "extras_dtype": "float32"},
+    "key ranges": {**SIZES, "key_ranges_shape": (2, 1, 83, 2, 2)},
+    "tables": {**SIZES, **TABLES, "window": (30, 9), "key_ranges_shape": (1, 1, 83, 1, 2), "softcap": 9.0},
+    "documents, everything": {
+        **{**DOCUMENTS, "window": (5, 2), "softcap": 2.0, "num_heads": 3, "num_kv_heads": 3, "dtype": "bfloat16"},
+        **{"mask_shape": (1, 1, 105, 118), "alibi_shape": (3,), "key_ranges_shape": (1, 3, 118, 1, 2)},
+    },
+    "wide": {**SIZES, "head_dim": 192, "batch": 1, "num_heads": 1},
+}
+
+
+def row_maxima(call: Call, inputs: Inputs | None = None) -> np.ndarray:
+    """As the frontends pass a call: k stands for v, and there are no sinks."""
+    spec, inputs = row_maximum.spec_of(call.spec), inputs or tensors(call)
+    assert triton_jvp.refuses(spec, "sm90", None) == ()
+    return triton_jvp.row_maximum(spec, inputs._replace(v=inputs.k, sinks=None)).double().numpy()
+
+
+@pytest.mark.parametrize("name", ROW_MAXIMA)
+def test_row_maxima(name: str) -> None:
+    call = make_call(**ROW_MAXIMA[name])
+    truth = row_maximum_reference.row_maximum(call.spec, call.inputs)
+    assert row_maximum_reference.is_right(row_maxima(call), *truth), call
+
+
+@pytest.mark.parametrize("fault", MISREAD)
+def test_faults_in_row_maxima_are_caught(fault: str) -> None:
+    call = make_call(**FAULTY)
+    truth = row_maximum_reference.row_maximum(call.spec, call.inputs)
+    assert row_maximum_reference.is_right(row_maxima(call), *truth)
+    assert not row_maximum_reference.is_right(row_maxima(misread(call, fault)), *truth)
+
+
+def test_nan_reaches_the_maxima_of_rows_that_see_its_key() -> None:
+    """In another document, behind the diagonal, under a mask, under a bias of -inf, and outside of the ranges."""
+    for name in ("documents", "mask", "softcap and bias", "key ranges"):
+        call = make_call(**ROW_MAXIMA[name])
+        right = row_maxima(call)
+        call.inputs.k[(90,) if call.spec.packed else (1, 7)] = np.nan
+        truth, _ = row_maximum_reference.row_maximum(call.spec, call.inputs)
+        met, result = np.isnan(truth), row_maxima(call)
+        assert met.any() and not met.all() and np.array_equal(np.isnan(result), met), name
+        assert np.array_equal(result[~met], right[~met]), name
+
+
+def test_row_maxima_of_offsets_that_lie() -> None:
+    call = make_call(**ROW_MAXIMA["documents"])
+    inputs = tensors(call)
+    for lie in LIES:
+        offsets = torch.tensor(lie, dtype=torch.int32)
+        assert not np.isnan(row_maxima(call, inputs._replace(k=amid_nan(inputs.k), cu_seqlens_k=offsets))).any()
+
+
+def test_row_maxima_of_any_strides() -> None:
+    call = make_call(**ROW_MAXIMA["tables"])
+    inputs = tensors(call)
+    bias = inputs.bias.repeat_interleave(3, 1)[:, ::3]
+    q, k, mask = heads_outside(inputs.q), stepped(inputs.k), inputs.mask.mT.contiguous().mT
+    strided = inputs._replace(q=q, k=k, mask=mask, bias=bias)
+    assert np.array_equal(row_maxima(call, strided), row_maxima(call, inputs))
+
+
+def test_the_frontend_chooses_its_row_maxima(replace_fields: Any) -> None:
+    """As on a GPU: this process lets it claim the CPU, too."""
+    ran: list[bool] = []
+    own = RowMaximumPass(
+        claims=replace(triton_jvp.ROW_MAXIMUM, devices=("cpu",)),
+        function=lambda *given: ran.append(True) or triton_jvp.row_maximum(*given),
+        preference={"cpu": 10},
+    )
+    replace_fields(triton_jvp.BACKEND, row_maximum=own)
+    q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
+    documents = {"seq_info": SeqInfo.from_lengths([20, 15]), "causal": True, "window": 7}
+    several = ({"causal": True}, documents, {"mask": torch.rand(38, 38) > 0.5}, {"alibi_slopes": torch.ones(4)})
+    for options in several:
+        *_, top = attention(q, k, v, return_max_logit=True, backend="sdpa_flash", **options)
+        *_, other = attention(q, k, v, return_max_logit=True, backend="math", **options)
+        torch.testing.assert_close(top, other, rtol=1e-5, atol=1e-6)
+    assert len(ran) == len(several), "math has it from its forward"

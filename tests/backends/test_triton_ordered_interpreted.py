@@ -13,11 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
+import direct_calls
+import interpreted_calls
 import same_bits_calls
 import triton_interpreter
 from both_frontends import _numpy
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from interpreted_calls import BANDS, FAULTY, LIES, SINKS, amid_nan, heads_outside, stepped, tensor, tensors
 from other_process import OtherProcess
 from same_bits_calls import Kind, differing, packed_of
 from spec_strategies import MISREAD, Call, make_call, misread
@@ -31,7 +34,6 @@ from attn_core.backends.triton_ordered.launches import Tile
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
-from attn_core.correctness import accuracy
 
 pytestmark = pytest.mark.sampled
 
@@ -58,46 +60,21 @@ def exact(small: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return make_small(small)
 
 
-SIZES: dict[str, Any] = {
-    **{"batch": 1, "q_len": 37, "kv_len": 83, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16},
-    **{"dtype": "float16", "needs_backward": True, "return_lse": True},
-}
+ONE_ROW: dict[str, Any] = {"batch": 1, "needs_backward": True, "return_lse": True}
+SIZES = {**interpreted_calls.SIZES, **ONE_ROW}
 DOCUMENTS = {**SIZES, "lengths": ((33, 0, 37, 5), (20, 8, 70, 0))}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": SIZES,
-    "bfloat16": {**SIZES, "dtype": "bfloat16", "causal": True},
-    "causal": {**SIZES, "causal": True, "num_kv_heads": 2, "batch": 2},
-    "top left": {**SIZES, "causal": True, "alignment": "top_left"},
-    "rows without keys": {**SIZES, "causal": True, "q_len": 83, "kv_len": 37, "sinks": True},
-    "window": {**SIZES, "window": (17, 5), "kv_len": 150},
-    "a narrow window": {**SIZES, "window": (3, 0), "q_len": 130, "kv_len": 130},
-    "a window on the left": {**SIZES, "window": (40, None)},
-    "a window on the right": {**SIZES, "window": (None, 3)},
-    "a window beside the keys": {**SIZES, "window": (2, 1), "alignment": "top_left", "q_len": 83, "kv_len": 37},
-    "softcap": {**SIZES, "softcap": 1.3},
+    **{name: {**fields, **ONE_ROW} for name, fields in (BANDS | SINKS).items()},
+    "causal": {**BANDS["causal"], **ONE_ROW, "batch": 2},
     "softcap and slopes": {**SIZES, "softcap": 1.3, "alibi_shape": (2, 2), "causal": True, "batch": 2},
     "slopes of heads": {**SIZES, "alibi_shape": (6,), "num_heads": 6, "num_kv_heads": 2, "causal": True},
-    "sinks": {**SIZES, "sinks": True, "causal": True},
     "one query": {**SIZES, "q_len": 1, "causal": True, "num_heads": 6, "num_kv_heads": 2},
     "documents": {**DOCUMENTS, "causal": True},
-    "documents, top left": {**DOCUMENTS, "causal": True, "alignment": "top_left", "dtype": "bfloat16"},
     "documents, everything": {
         **{**DOCUMENTS, "window": (5, 2), "sinks": True, "softcap": 2.0, "num_heads": 3, "alibi_shape": (3,)},
     },
     "other widths": {**SIZES, "head_dim": 64, "value_dim": 32, "causal": True},
-    "as wide as it gets": {**SIZES, "head_dim": 256, "value_dim": 256, "num_heads": 1, "kv_len": 40},
 }
-
-
-def tensor(array: Any, dtype: str) -> Any:
-    return None if array is None else torch.from_numpy(np.array(array)).to(getattr(torch, dtype))
-
-
-def tensors(call: Call) -> Inputs:
-    names = ("q", "k", "v", "sinks", "alibi_slopes")
-    learned = {name: tensor(getattr(call.inputs, name), call.dtype_of(name)) for name in names}
-    offsets = {name: tensor(getattr(call.inputs, name), "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    return Inputs(**learned, **offsets)
 
 
 def buffers(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Gradients]:
@@ -110,8 +87,8 @@ def buffers(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Gradients]:
     return results, Gradients(*(torch.full(each.shape, torch.nan, dtype=kind) for each in inputs[:3]))
 
 
-def computed(call: Call, spec: AttentionSpec | None = None) -> dict[str, np.ndarray]:
-    """out, lse and gradients; those of rows that see no key as a caller gets them. spec: another one with a fault."""
+def computed(call: Call, spec: AttentionSpec | None = None) -> direct_calls.Results:
+    """out, lse and gradients. spec: another one with a fault."""
     spec, inputs = spec or call.spec, tensors(call)
     assert triton_ordered.refuses(spec, "sm90", None) == ()
     into, into_gradients = buffers(spec, inputs)
@@ -120,24 +97,7 @@ def computed(call: Call, spec: AttentionSpec | None = None) -> dict[str, np.ndar
     dlse = tensor(call.dlse, "float32") if spec.return_lse else None
     actual = triton_ordered.backward(spec, inputs, out, lse, tensor(call.dout, spec.dtype), dlse, into_gradients)
     assert all(one is other for one, other in zip(actual[:3], into_gradients[:3], strict=True))
-    named = {"out": out, "lse": lse, "dq": actual.dq, "dk": actual.dk, "dv": actual.dv, "dsinks": actual.dsinks}
-    return {name: each.double().numpy() for name, each in named.items() if each is not None}
-
-
-def judged(call: Call, results: dict[str, np.ndarray]) -> accuracy.Accuracy:
-    from attn_core.correctness import reference
-
-    dlse = call.dlse if call.spec.return_lse else None
-    expected = accuracy.expect(call.spec, call.inputs, dout=call.dout, dlse=dlse)
-    lse, actual = results["lse"], Gradients(**{name: each for name, each in results.items() if name.startswith("d")})
-    if call.spec.sinks:  # a caller gets the sink of a row that sees no key, and its gradient
-        alone = lse == -np.inf
-        lse = np.where(alone, reference.softmax(call.spec, call.inputs).sink[0], lse)
-        if dlse is not None:
-            actual = actual._replace(
-                dsinks=actual.dsinks + np.where(alone, dlse, 0.0).sum(-1).reshape(-1, lse.shape[-2]).sum(0)
-            )
-    return expected.judge(out=results["out"], lse=lse, gradients=actual)
+    return direct_calls.Results(out, lse, actual)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,7 +105,7 @@ def test_numbers(name: str, small: pytest.MonkeyPatch) -> None:
     """Every second case has a program for each share of the keys."""
     small.setattr(order, "FEW_PROGRAMS", ALL if list(CASES).index(name) % 2 else NONE)
     call = make_call(**CASES[name])
-    verdict = judged(call, computed(call))
+    verdict = direct_calls.judged(call, computed(call))
     assert verdict.ok, f"{call}\n{verdict}"
 
 
@@ -177,14 +137,14 @@ def test_any_call(data: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "FEW_PROGRAMS", data.draw(st.sampled_from((ALL, NONE))))
         order.how.cache_clear()
-        verdict = judged(call, computed(call))
+        verdict = direct_calls.judged(call, computed(call))
     assert verdict.ok, f"{call}\n{verdict}"
 
 
 @pytest.mark.parametrize("fault", MISREAD)
 def test_faults_are_caught(fault: str) -> None:
-    call = make_call(**{**CASES["window"], "scale": 1.0, "softcap": 1.5})
-    wrong = judged(call, computed(call, misread(call, fault).spec))
+    call = make_call(**{**FAULTY, **ONE_ROW})
+    wrong = direct_calls.judged(call, computed(call, misread(call, fault).spec))
     assert not wrong.ok
     assert not next(each for each in wrong.quantities if each.name == "dk").use <= 1
 
@@ -203,16 +163,14 @@ def test_any_strides_give_the_same_bits() -> None:
     call = make_call(**{**CASES["causal"], "q_len": 20, "kv_len": 40})
     inputs, dout = tensors(call), tensor(call.dout, "float16")
     expected = results_of(call, inputs, dout)
-    heads_outside = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in inputs[:3]]
-    stepped = [each.repeat_interleave(2, -1)[..., ::2] for each in inputs[:3]]
     sliced = [torch.nn.functional.pad(each, (1, 2))[..., 1:-2] for each in (*inputs[:3], dout)]
-    for tensors_of in (heads_outside, stepped, sliced[:3]):
+    for tensors_of in (map(heads_outside, inputs[:3]), map(stepped, inputs[:3]), sliced[:3]):
         actual = results_of(call, inputs._replace(**dict(zip("qkv", tensors_of, strict=True))), sliced[3])
         assert all(map(torch.equal, actual, expected))
 
 
 def test_a_gradient_of_a_row_that_sees_no_key_has_no_effect() -> None:
-    call = make_call(**{**CASES["rows without keys"], "sinks": False})
+    call = make_call(**CASES["rows without keys"])
     inputs, dout = tensors(call), tensor(call.dout, "float16")
     expected = results_of(call, inputs, dout)
     hidden = expected[1] == -torch.inf
@@ -239,7 +197,7 @@ def test_offsets_that_lie_lead_nowhere_outside() -> None:
     call = make_call(**CASES["documents"])
     inputs, dout = tensors(call), tensor(call.dout, "float16")
     out, lse = triton_ordered.forward(call.spec, inputs)
-    for lie in ([0, 99, 3, 10**6, -7], [-5, 2**31 - 1, 40, 41, 2**31 - 1], [50, 40, 30, 20, 10]):
+    for lie in LIES:
         offsets = torch.tensor(lie, dtype=torch.int32)
         amid = dict(zip("qkv", map(amid_nan, inputs[:3]), strict=True))
         for side in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -250,13 +208,6 @@ def test_offsets_that_lie_lead_nowhere_outside() -> None:
             triton_ordered.forward(call.spec, liars, into)
             triton_ordered.backward(call.spec, liars, out, lse, amid_nan(dout), None, into_gradients)
             assert not any(each.isnan().any() for each in (*into, *into_gradients[:3]))
-
-
-def amid_nan(rows: Any) -> Any:
-    """The same rows as the middle of a tensor that is NaN on both sides."""
-    wide = rows.new_full((3 * len(rows), *rows.shape[1:]), torch.nan)
-    wide[len(rows) : 2 * len(rows)] = rows
-    return wide[len(rows) : 2 * len(rows)]
 
 
 # The same bits
@@ -384,7 +335,7 @@ def test_tiles_of_gradients_that_the_batch_chooses_are_caught(exact: pytest.Monk
 # Through the frontends
 
 
-PROGRAMS = {"causal": ALL, "rows without keys": NONE, "slopes of heads": NONE, "documents, everything": ALL}
+PROGRAMS = {"causal": ALL, "rows without keys, sinks": NONE, "slopes of heads": NONE, "documents, everything": ALL}
 """Cases, and whether each share has a program."""
 
 

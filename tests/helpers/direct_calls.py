@@ -87,6 +87,7 @@ def assert_right(backend: Any, case: Any, inputs: Any = None, device: str = "cpu
     out, lse, gradients = results
     assert tuple(out.shape) == spec.out_shape and tuple(lse.shape) == spec.lse_shape
     assert (out.dtype, str(lse.dtype)) == (inputs.q.dtype, f"torch.{spec.lse_dtype}")
+    assert not out.requires_grad and not lse.requires_grad
     given = {f"d{name}": tensor for name, tensor in inputs._asdict().items()}
     for name, gradient in ({} if gradients is None else gradients._asdict()).items():
         if gradient is not None:
