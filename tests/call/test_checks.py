@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +14,7 @@ import torch
 from frameworks import BOTH, Framework
 
 import jax_frontend
-from attn_core import CheckWarning, SeqInfo, SpecError, checks
-from attn_core.call.checks import enabled
+from attn_core import CheckWarning, SeqInfo, checks
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 BATCH, LENGTH, HEADS = 2, 5, 3
@@ -138,32 +133,6 @@ def test_traced_calls_are_not_checked() -> None:
         warnings.simplefilter("error", CheckWarning)
         torch.compile(BOTH[0].frontend.attention, backend="eager")(q, q, q)
         jax.jit(BOTH[1].frontend.attention)(*[q.numpy()] * 3)
-
-
-def test_the_switch_and_the_block() -> None:
-    checks(True)
-    assert enabled()
-    with checks(False):
-        assert not enabled()
-        with checks(True):
-            assert enabled()
-        assert not enabled()
-    assert enabled()
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(enabled()))
-    thread.start()
-    thread.join()
-    assert seen == [False]
-    with pytest.raises(SpecError, match=r"^checks\(1\): expected True or False"):
-        checks(1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_switches_checks_on(value: str, on: bool) -> None:
-    code = "from attn_core.call.checks import enabled; print(enabled())"
-    environment = {**os.environ, "ATTN_CORE_CHECKS": value}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(on)
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 2, 5], [0, 5, 9, 9], [0, 1, 2, 5]], ids=["decreasing", "late", "long"])

@@ -6,8 +6,10 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,14 @@ from frameworks import BOTH, Framework, empty_plan_caches
 import attn_core
 import torch_frontend
 from attn_core import AttentionSpec, Target
+from attn_core.backends.flex import program
+from attn_core.backends.shared import first_call
+from attn_core.backends.shared.programs import triton
 from attn_core.call import observe
 from attn_core.call.observe import Counters
 from attn_core.context_parallel.call import build_call
+from jax_frontend.bridge import compiled_lane
+from torch_frontend.dispatch import prepared
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 
@@ -74,8 +81,6 @@ def test_a_call_of_new_lengths_alone_counts_as_a_plan() -> None:
 
 
 def test_fallbacks_and_callbacks_count() -> None:
-    from jax_frontend.bridge import compiled_lane
-
     compiled_lane.lane_of.cache_clear()
     call(BOTH[0], softcap=9.0)
     call(BOTH[1], length=13, backend="math")
@@ -96,10 +101,6 @@ def test_copies_count() -> None:
 
 
 def test_evictions_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from functools import lru_cache
-
-    from torch_frontend.dispatch import prepared
-
     small = lru_cache(maxsize=2, typed=True)(prepared._prepared.__wrapped__)
     monkeypatch.setattr(prepared, "_prepared", small)
     for length in (5, 6, 7, 8):
@@ -167,12 +168,6 @@ def test_a_compiled_function_stays_one_graph_and_counts() -> None:
 
 
 def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from attn_core.backends.flex import program
-    from attn_core.backends.shared import first_call
-    from attn_core.backends.shared.programs import triton
-
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for key in ("a", "b", "a"):
         first_call.run("flash4", ("test_counters", key), lambda: None, lambda: "the call of a test")

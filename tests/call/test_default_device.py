@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._device import _device_constructors
+from unsloth_rows import attend_as_unsloth
 
 import torch_frontend
 from attn_core.call.seq_info import SeqInfo
-from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = {made.__name__ for made in _device_constructors()}
@@ -91,9 +91,7 @@ def _module() -> Any:
 
 
 def _run_attention() -> Any:
-    context = AttentionContext(1, LENGTH, LENGTH, 2, 16)
-    q, k, v = _tensors(1, 2, LENGTH, 16)
-    return torch_frontend.unsloth.run_attention(config=AttentionConfig("sdpa", 2, 1), context=context, Q=q, K=k, V=v)
+    return attend_as_unsloth(torch_frontend, *_tensors(1, LENGTH, 2, 16))
 
 
 def _unsloth_packing() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
+from frameworks import BOTH, JAX, Framework
 
-import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 from attn_core.errors import LayoutWarning, ShapeError, SpecError
 
-FRAMEWORKS = {"torch": (torch_frontend, torch.from_numpy), "jax": (jax_frontend, jnp.asarray)}
+everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal, top left": {"causal": True, "alignment": "top_left"},
@@ -42,47 +43,29 @@ def heads_first(array: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_heads_first_computes_the_same(name: str, options: dict[str, Any]) -> None:
-    frontend, convert = FRAMEWORKS[name]
-    q, k, v = map(convert, arrays(6, 9))
-    given = {key: convert(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
-    expected = frontend.attention(q, k, v, **given)
-    actual = frontend.attention(*map(heads_first, (q, k, v)), layout="bhsd", **given)
-    if "return_lse" in options:
-        np.testing.assert_array_equal(np.asarray(actual[1]), np.asarray(expected[1]))
-        expected, actual = expected[0], actual[0]
-    assert actual.shape == (2, 4, 6, 5)
-    np.testing.assert_allclose(np.asarray(heads_first(actual)), np.asarray(expected), atol=1e-6)
+@everywhere
+def test_heads_first_computes_the_same(framework: Framework, options: dict[str, Any]) -> None:
+    """The output, the log-sum-exp and all gradients."""
+    call, rows = partial(framework.frontend.attention, **framework.arrays(options)), dict(zip("qkv", arrays(6, 9)))
+    out, *lse, dq, dk, dv = framework.gradients(call, rows)
+    swapped = {name: heads_first(array) for name, array in rows.items()}
+    found = framework.gradients(partial(call, layout="bhsd"), swapped)
+    assert found[0].shape == (2, 4, 6, 5)
+    bounds = (1e-6, *[0.0] * len(lse), *[1e-5] * 3)
+    for actual, expected, atol in zip(found, (out, *lse, dq, dk, dv), bounds, strict=True):
+        np.testing.assert_allclose(heads_first(actual) if expected.ndim == 4 else actual, expected, atol=atol)
 
 
 @pytest.mark.parametrize("row", [(), (1,)])
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_packed_heads_first(name: str, row: tuple[int, ...]) -> None:
-    frontend, convert = FRAMEWORKS[name]
-    info = SeqInfo.from_lengths([2, 5], array=convert if name == "jax" else torch.from_numpy)
+@everywhere
+def test_packed_heads_first(framework: Framework, row: tuple[int, ...]) -> None:
+    frontend, convert = framework.frontend, framework.array
+    info = SeqInfo.from_lengths([2, 5], array=convert)
     q, k, v = map(convert, arrays(7, 7, batch=row))
     expected = frontend.attention(q, k, v, seq_info=info, causal=True)
     actual = frontend.attention(*map(heads_first, (q, k, v)), seq_info=info, causal=True, layout="bhsd")
     assert actual.shape == (*row, 4, 7, 5)
     np.testing.assert_allclose(np.asarray(heads_first(actual)), np.asarray(expected), atol=1e-6)
-
-
-def test_gradients_of_heads_first() -> None:
-    q, k, v = (torch.from_numpy(array) for array in arrays(6, 9))
-    usual = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    first = [heads_first(tensor).clone().requires_grad_() for tensor in (q, k, v)]
-    torch_frontend.attention(*usual, causal=True).square().sum().backward()
-    torch_frontend.attention(*first, causal=True, layout="bhsd").square().sum().backward()
-    for one, other in zip(usual, first, strict=True):
-        torch.testing.assert_close(heads_first(other.grad), one.grad)
-    swapped = tuple(heads_first(jnp.asarray(tensor.numpy())) for tensor in (q, k, v))
-
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        return (jax_frontend.attention(q, k, v, causal=True, layout="bhsd") ** 2).sum()
-
-    for gradient, tensor in zip(jax.jit(jax.grad(loss, (0, 1, 2)))(*swapped), first, strict=True):
-        np.testing.assert_allclose(np.asarray(gradient), tensor.grad.numpy(), atol=1e-5)
 
 
 def test_a_compiled_call_of_heads_first() -> None:
@@ -94,20 +77,20 @@ def test_a_compiled_call_of_heads_first() -> None:
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_explain_takes_the_layout(name: str) -> None:
-    frontend, convert = FRAMEWORKS[name]
+@everywhere
+def test_explain_takes_the_layout(framework: Framework) -> None:
+    frontend, convert = framework.frontend, framework.array
     q, k, v = map(convert, arrays(6, 9))
     expected = frontend.explain(q, k, v, causal=True).spec
     assert frontend.explain(*map(heads_first, (q, k, v)), causal=True, layout="bhsd").spec == expected
-    if name == "jax":
+    if framework is JAX:
         shapes = [jax.ShapeDtypeStruct(heads_first(array).shape, array.dtype) for array in (q, k, v)]
         assert frontend.explain(*shapes, causal=True, layout="bhsd").spec == expected
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_an_unknown_layout_is_named(name: str) -> None:
-    frontend, convert = FRAMEWORKS[name]
+@everywhere
+def test_an_unknown_layout_is_named(framework: Framework) -> None:
+    frontend, convert = framework.frontend, framework.array
     for function in (frontend.attention, frontend.explain):
         with pytest.raises(SpecError, match="layout='BHSD': expected 'bshd', which is"):
             function(*map(convert, arrays(6, 9)), layout="BHSD")
@@ -131,11 +114,11 @@ def test_an_unknown_layout_is_named(name: str) -> None:
         ((1, 4096, 256, 8), (1, 4096, 256, 8), False),
     ],
 )
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_shapes_that_suggest_heads_first_warn(name: str, q: Any, k: Any, warns: bool) -> None:
-    explain = FRAMEWORKS[name][0].explain
+@everywhere
+def test_shapes_that_suggest_heads_first_warn(framework: Framework, q: Any, k: Any, warns: bool) -> None:
+    explain = framework.frontend.explain
     tensors = [torch.empty(shape, device="meta") for shape in (q, k, k)]
-    if name == "jax":
+    if framework is JAX:
         tensors = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q, k, k)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -148,9 +131,9 @@ def test_shapes_that_suggest_heads_first_warn(name: str, q: Any, k: Any, warns: 
         assert str(list(q)) in mentioned[0] and "layout='bhsd'" in mentioned[0]
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_an_error_about_heads_names_the_layout(name: str) -> None:
-    frontend, convert = FRAMEWORKS[name]
+@everywhere
+def test_an_error_about_heads_names_the_layout(framework: Framework) -> None:
+    frontend, convert = framework.frontend, framework.array
     q, k, v = (convert(np.zeros(shape, np.float32)) for shape in ((1, 8, 4, 8), (1, 2, 16, 8), (1, 2, 16, 8)))
     with pytest.raises(
         ShapeError, match=r"k: expected kv heads that divide the 4 query heads, got 16; .*layout='bhsd'"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from frameworks import BOTH, Framework, empty_plan_caches
 from own_process import in_its_own_process
 
 import attn_core
-from attn_core import SpecError
 from attn_core.call import observe
 from attn_core.selection import new_plans
+from jax_frontend.bridge import compiled_lane
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 
@@ -83,8 +83,6 @@ def test_a_refusal_of_the_preferred_backend_is_a_fallback(caplog: pytest.LogCapt
 
 
 def test_a_call_by_callback_says_what_the_compiled_lane_misses(caplog: pytest.LogCaptureFixture) -> None:
-    from jax_frontend.bridge import compiled_lane
-
     compiled_lane.lane_of.cache_clear()
     with attn_core.log(True):
         call(BOTH[1], causal=True, backend="math")
@@ -94,8 +92,6 @@ def test_a_call_by_callback_says_what_the_compiled_lane_misses(caplog: pytest.Lo
 
 
 def test_a_full_cache_gives_a_record(caplog: pytest.LogCaptureFixture) -> None:
-    from functools import lru_cache
-
     @lru_cache(maxsize=2)
     def small(number: int) -> None:
         new_plans.evicted(small)
@@ -133,23 +129,6 @@ def test_levels_of_the_logger_apply(caplog: pytest.LogCaptureFixture) -> None:
     with attn_core.log(True), caplog.at_level(logging.WARNING, "attn_core"):
         call(BOTH[0], softcap=9.0)
     assert {record.levelname for record in caplog.records if record.name == "attn_core"} == {"WARNING"}
-
-
-def test_the_switch_belongs_to_a_block_and_to_a_thread() -> None:
-    seen = []
-    with attn_core.log(True):
-        thread = threading.Thread(target=lambda: seen.append(observe.log_enabled()))
-        thread.start()
-        thread.join()
-        with attn_core.log(False):
-            seen.append(observe.log_enabled())
-        seen.append(observe.log_enabled())
-    assert [*seen, observe.log_enabled()] == [False, False, True, False]
-
-
-def test_the_switch_takes_a_bool() -> None:
-    with pytest.raises(SpecError, match=r"log\(20\): expected True or False"):
-        attn_core.log(20)  # type: ignore[arg-type]
 
 
 CALL = "import torch; from torch_frontend import attention; q = torch.ones(1, 4, 2, 8); attention(q, q, q); "

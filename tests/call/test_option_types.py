@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from unsloth_rows import attend_as_unsloth
 
 import jax_frontend
 import torch_frontend.finetrainers
 from attn_core import SpecError
 from attn_core.call.options import is_plain_window
-from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 from torch_frontend.module import Attention
 
 # (option, value of a wrong type, the legal value that equals it, the other options of the call)
@@ -78,10 +78,8 @@ def _run_attention(frontend: Any, array: Callable[..., Any]) -> Callable[..., An
 
     def call(**options: Any) -> Any:
         bag = {names.get(name, name): value for name, value in options.items()}
-        config = AttentionConfig("flash_dense", 2, 1, flash_dense_kwargs=bag)
-        context = AttentionContext(1, LENGTH, LENGTH, 2, 8)
-        q, k, v = (array(np.swapaxes(np.asarray(each), 1, 2)) for each in _rows(array))
-        return frontend.unsloth.run_attention(config=config, context=context, Q=q, K=k, V=v)
+        config = {"backend": "flash_dense", "flash_dense_kwargs": bag}
+        return attend_as_unsloth(frontend, *_rows(array), config=config)
 
     return call
 

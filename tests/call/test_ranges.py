@@ -1,16 +1,14 @@
-"""Tests the names of ranges, and the switch ``attn_core.ranges``."""
+"""Tests the names of ranges."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from own_process import in_its_own_process
 
-from attn_core import AttentionSpec, PagedKV, SpecError, ranges
-from attn_core.call.observe import DTYPE_WORDS, FEATURE_WORDS, range_name, ranges_enabled
+from attn_core import AttentionSpec, PagedKV
+from attn_core.call.observe import DTYPE_WORDS, FEATURE_WORDS, range_name
 from attn_core.call.spec import DTYPES
 
 SPEC = AttentionSpec(
@@ -57,27 +55,3 @@ def test_names_of_documents_and_pages() -> None:
 def test_every_field_is_in_the_name_or_listed_here() -> None:
     assert {field.name for field in fields(AttentionSpec)} == {*IN_EVERY_NAME, *FEATURE_WORDS, *IN_NO_NAME}
     assert set(DTYPE_WORDS) == set(DTYPES)
-
-
-def test_the_switch_belongs_to_a_block_and_to_a_thread() -> None:
-    seen = []
-    with ranges(True):
-        thread = threading.Thread(target=lambda: seen.append(ranges_enabled()))
-        thread.start()
-        thread.join()
-        with ranges(False):
-            seen.append(ranges_enabled())
-        seen.append(ranges_enabled())
-    assert [*seen, ranges_enabled()] == [False, False, True, False]
-
-
-def test_the_switch_takes_a_bool() -> None:
-    with pytest.raises(SpecError, match=r"ranges\(1\): expected True or False"):
-        ranges(1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_switches_ranges_on(value: str, on: bool) -> None:
-    code = "from attn_core.call.observe import ranges_enabled; print(ranges_enabled())"
-    done = in_its_own_process(code, ATTN_CORE_RANGES=value)
-    assert done.stdout.strip() == str(on), done.stderr

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from frameworks import ALL, Framework
+from frameworks import BOTH, Framework
+from unsloth_rows import attend_as_unsloth
 
 from attn_core import DTypeError, ShapeError, SpecError
-from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 from torch_frontend.finetrainers import attention_dispatch
 
-FRAMEWORKS = [each for each in ALL if each.device == "cpu"]
 SIZES: dict[str, Any] = {"num_layers": 2, "num_pages": 4, "page_size": 4, "kv_heads": 1, "head_dim": 8}
-everywhere = pytest.mark.parametrize("framework", FRAMEWORKS, ids=str)
+everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 
 
 @everywhere
@@ -69,12 +68,10 @@ def test_max_len_q_of_0_is_refused(framework: Framework) -> None:
 @pytest.mark.parametrize("value", [[1], "a", [], 0, (("scale", 1.0),)])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_options_that_are_no_dict_are_refused(framework: Framework, bag: str, value: Any, with_mask: bool) -> None:
-    config = AttentionConfig("sdpa", 2, 1, **{bag: value})
     mask = framework.array(np.ones((1, 5), np.int32)) if with_mask else None
-    context = AttentionContext(1, 5, 5, 2, 8, attention_mask=mask)
-    q = framework.zeros(1, 2, 5, 8)
+    q, config = framework.zeros(1, 5, 2, 8), {"backend": "sdpa", bag: value}
     with pytest.raises(SpecError, match=rf"^config\.{bag}=.*: expected a dict of options by name"):
-        framework.frontend.unsloth.run_attention(config=config, context=context, Q=q, K=q, V=q)
+        attend_as_unsloth(framework.frontend, q, q, q, config, attention_mask=mask)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, 1.0])

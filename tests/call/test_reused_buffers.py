@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 from frameworks import BOTH, Framework, as_numpy
 from paged_cases import aligned
+from unsloth_rows import attend_as_unsloth
 
 from attn_core import SeqInfo
 
@@ -56,11 +58,7 @@ def qkvpacked(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def run_attention(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
-    unsloth = f.frontend.unsloth
-    Q, K, V = (x[None].swapaxes(1, 2) for x in (q, k, v))
-    config = unsloth.AttentionConfig("sdpa", HEADS, 1)
-    context = unsloth.AttentionContext(1, TOKENS, TOKENS, HEADS, DIM, requires_grad=True, seq_info=info)
-    return unsloth.run_attention(config=config, context=context, Q=Q, K=K, V=V)[0]
+    return attend_as_unsloth(f.frontend, q[None], k[None], v[None], requires_grad=True, seq_info=info)[0]
 
 
 CALLS = (attention, qkvpacked, run_attention)
@@ -68,18 +66,8 @@ CALLS = (attention, qkvpacked, run_attention)
 
 def gradients_of(f: Framework, call: Any, info: Any, between: Callable[[], None]) -> list[Any]:
     """The output and the gradients of q, k and v; ``between`` runs between the call and its backward."""
-    arrays = [np.random.default_rng(at).standard_normal((TOKENS, HEADS, DIM)) for at in range(4)]
-    if f.name == "torch":
-        *leaves, dout = (torch.tensor(array) for array in arrays)
-        for leaf in leaves:
-            leaf.requires_grad_()
-        out = call(f, info, *leaves)
-        between()
-        return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, dout))]
-    *primals, dout = (jax.numpy.array(array, "float32") for array in arrays)
-    out, pull = jax.vjp(lambda *qkv: call(f, info, *qkv), *primals)
-    between()
-    return [np.array(x) for x in (out, *pull(dout))]
+    *qkv, dout = (np.random.default_rng(at).standard_normal((TOKENS, HEADS, DIM)).astype(np.float32) for at in range(4))
+    return f.gradients(partial(call, f, info), dict(zip("qkv", qkv, strict=True)), dout, between=between)
 
 
 @pytest.mark.parametrize("kind", ["both", "keys", "triple", "shared tensor"])

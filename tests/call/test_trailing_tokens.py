@@ -3,6 +3,8 @@ tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from both_frontends import FRAMEWORKS, claimed, judged, module_on, only, run, same_bits, target
+from frameworks import JAX, TORCH, Framework, as_numpy
 from spec_strategies import Call, make_call
 
 import jax_frontend
@@ -222,23 +225,6 @@ def numbers(count: int) -> tuple[np.ndarray, ...]:
     return q[:count], k[:count], v[:count], dout[:count]
 
 
-def in_torch(attend: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> list[np.ndarray]:
-    leaves = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
-    out = attend(*leaves)
-    return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, torch.tensor(dout)))]
-
-
-def in_jax(attend: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> list[np.ndarray]:
-    out, pull = jax.vjp(attend, *map(jnp.asarray, (q, k, v)))
-    return [np.asarray(x) for x in (out, *pull(jnp.asarray(dout)))]
-
-
-def agree(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one[: CU[-1]], other, atol=2e-6, rtol=0)
-        assert not one[CU[-1] :].any()
-
-
 INFOS = {
     "numpy": lambda f: SeqInfo(CU, CU, 4, 4),
     "arrays": lambda f: SeqInfo(f(CU), f(CU), 4, 4),
@@ -247,55 +233,58 @@ INFOS = {
 }
 
 
+def in_one_array(framework: Framework, **options: Any) -> Any:
+    stack = torch.stack if framework is TORCH else jnp.stack
+    return lambda *x: framework.frontend.attention_qkvpacked(stack(x, -3), **options)
+
+
+WAYS: dict[str, dict[str, Callable[[Any, SeqInfo], Any]]] = {
+    "torch": {
+        "eager": lambda call, info: partial(call, seq_info=info),
+        "compiled": lambda call, info: torch.compile(partial(call, seq_info=info), fullgraph=True, backend="aot_eager"),
+        "vmap": lambda call, info: lambda *x: torch.func.vmap(partial(call, seq_info=info))(*(y[None] for y in x))[0],
+        "one row": lambda call, info: lambda *x: call(*(y[None] for y in x), seq_info=info)[0],
+    },
+    "jax": {
+        "eager": lambda call, info: partial(call, seq_info=info),
+        "jit": lambda call, info: jax.jit(partial(call, seq_info=info)),
+        "offsets traced": lambda call, info: lambda *x: jax.jit(call)(*x, seq_info=SeqInfo.coerce(info)),
+        "vmap": lambda call, info: lambda *x: jax.vmap(partial(call, seq_info=info))(*(y[None] for y in x))[0],
+    },
+}
+"""By framework: a function of q, k and v, made of a call and its documents."""
+
+
 @pytest.mark.parametrize("kind", INFOS)
-@pytest.mark.parametrize("way", ["eager", "compiled", "vjp", "vmap", "qkvpacked", "one row"])
-def test_every_torch_entry_point_with_trailing_tokens(way: str, kind: str) -> None:
-    attention, info = torch_frontend.attention, INFOS[kind](torch.from_numpy)
-    expected = in_torch(lambda *x: attention(*x, causal=True, seq_info=([3, 4], CU, 4)), *numbers(7))
+@pytest.mark.parametrize(
+    ("framework", "way", "backend"),
+    [
+        *((TORCH, way, None) for way in (*WAYS["torch"], "qkvpacked", "vjp")),
+        *((JAX, way, backend) for way in (*WAYS["jax"], "qkvpacked") for backend in ("math", "sdpa_flash", "jax_xla")),
+    ],
+    ids=str,
+)
+def test_every_entry_point_with_trailing_tokens(framework: Framework, way: str, backend: str | None, kind: str) -> None:
+    info = INFOS[kind](framework.array)
+    made = {"causal": backend != "sdpa_flash", "backend": backend}
+    call = partial(framework.frontend.attention, **made)
 
-    def call(*x: Any) -> Any:
-        return attention(*x, causal=True, seq_info=info)
+    def pulled(run: Any, count: int) -> list[np.ndarray]:
+        *qkv, dout = numbers(count)
+        return framework.gradients(lambda q, k, v: run(q, k, v), dict(zip("qkv", qkv, strict=True)), dout)
 
-    if way == "compiled":
-        actual = in_torch(torch.compile(call, fullgraph=True, backend="aot_eager"), *numbers(TOKENS))
-    elif way == "vjp":
-        q, k, v, dout = map(torch.from_numpy, numbers(TOKENS))
-        out, pull = torch.func.vjp(call, q, k, v)
-        actual = [x.numpy() for x in (out, *pull(dout))]
-    elif way == "vmap":
-        actual = in_torch(lambda *x: torch.func.vmap(call)(*(y[None] for y in x))[0], *numbers(TOKENS))
+    expected = pulled(partial(call, seq_info=([3, 4], CU, 4)), 7)
+    if way == "vjp":
+        *qkv, dout = map(torch.from_numpy, numbers(TOKENS))
+        out, pull = torch.func.vjp(partial(call, seq_info=info), *qkv)
+        actual = [as_numpy(x) for x in (out, *pull(dout))]
     elif way == "qkvpacked":
-
-        def call_qkv(*x: Any) -> Any:
-            return torch_frontend.attention_qkvpacked(torch.stack(x, -3), causal=True, seq_info=info)
-
-        actual = in_torch(call_qkv, *numbers(TOKENS))
-    elif way == "one row":
-        actual = in_torch(lambda *x: call(*(y[None] for y in x))[0], *numbers(TOKENS))
+        actual = pulled(in_one_array(framework, **made, seq_info=info), TOKENS)
     else:
-        actual = in_torch(call, *numbers(TOKENS))
-    agree(actual, expected)
-
-
-@pytest.mark.parametrize("kind", INFOS)
-@pytest.mark.parametrize("backend", ["math", "sdpa_flash", "jax_xla"])
-@pytest.mark.parametrize("way", ["eager", "jit", "offsets traced", "vmap", "qkvpacked"])
-def test_every_jax_entry_point_with_trailing_tokens(way: str, backend: str, kind: str) -> None:
-    info = SeqInfo.coerce(INFOS[kind](jnp.asarray))
-    made = {"causal": True, "backend": backend} if backend != "sdpa_flash" else {"backend": backend}
-
-    def call(*x: Any, seq_info: Any = info) -> Any:
-        return jax_frontend.attention(*x, seq_info=seq_info, **made)
-
-    expected = in_jax(lambda *x: call(*x, seq_info=([3, 4], CU, 4)), *numbers(7))
-    ways = {
-        "eager": call,
-        "jit": jax.jit(call),
-        "offsets traced": lambda *x: jax.jit(call)(*x, seq_info=info),
-        "vmap": lambda *x: jax.vmap(call)(*(y[None] for y in x))[0],
-        "qkvpacked": lambda *x: jax_frontend.attention_qkvpacked(jnp.stack(x, -3), seq_info=info, **made),
-    }
-    agree(in_jax(ways[way], *numbers(TOKENS)), expected)
+        actual = pulled(WAYS[framework.name][way](call, info), TOKENS)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one[: CU[-1]], other, atol=2e-6, rtol=0)
+        assert not one[CU[-1] :].any()
 
 
 def test_one_program_serves_offsets_with_any_end() -> None:

@@ -55,29 +55,16 @@ def test_the_shell_completes_commands() -> None:
 
 
 GEMMA = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--causal", "--softcap", "50"]
+GEMMA_SPEC = SpecOptions(heads=32, kv_heads=8, head_dim=128, causal=True, softcap=50.0)
 
 
-def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> None:
+def test_explain_prints_the_text_of_the_selection() -> None:
+    """tests/selection/test_selection.py has this text, of a GPU."""
+    spec = GEMMA_SPEC.filled(defaults_on("sm90")).spec("sm90")
     with tables_in_force({}):
-        assert on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed") == [
-            "selected: flash3",
-            "  because: the first in the usual order that can run the call",
-            "  call: attention in torch on sm90: bfloat16, batch 1, q_len 2048, kv_len 2048,",
-            "    heads 32/8, head_dim 128, causal, softcap=50.0",
-            "can run it too:",
-            "  flash4",
-            "  flash2",
-            "  flex",
-            "  math",
-            "  by name only: flash3_fp8, triton_jvp, triton_ordered",
-            "one change away:",
-            "  sdpa_cudnn      softcap=50.0: cuDNN attention has none",
-            "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none",
-            "  xformers        softcap=50.0: xformers has none",
-            "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none",
-            "10 others cannot run it on sm90; every reason: --all",
-            "(every backend is assumed to be installed)",
-        ]
+        text = str(attn_core.explain(spec, Target("torch", "sm90"))).replace("selection.text(everything=True)", "--all")
+        printed = on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed")
+    assert printed == [*text.splitlines(), "(every backend is assumed to be installed)"]
 
 
 def test_explain_on_a_cpu() -> None:
@@ -95,13 +82,19 @@ def test_explain_on_a_cpu() -> None:
     ]
 
 
-def test_explain_of_a_refused_backend_puts_its_reasons_first() -> None:
-    lines = on_80_columns("explain", "--backend", "flash3", "--dtype", "bf16", "--softcap", "50", "--assume-installed")
-    assert lines[:2] == [
-        "backend='flash3' cannot run this call:",
-        "  device cpu: the FlashAttention 3 kernel needs sm90",
-    ]
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("flash3", "  device cpu: the FlashAttention 3 kernel needs sm90"),
+        ("sdpa_flash", "  softcap=50.0: the aten CPU flash kernel has none"),
+    ],
+)
+def test_explain_of_a_refused_backend_puts_its_reasons_first(backend: str, reason: str) -> None:
+    arguments = ["explain", "--backend", backend, "--dtype", "bf16", "--softcap", "50", "--assume-installed"]
+    lines = on_80_columns(*arguments)
+    assert lines[:2] == [f"backend='{backend}' cannot run this call:", reason]
     assert "can run it, but a backend requested by name never falls back:" in lines
+    assert attn(*arguments).exit_code == 1
 
 
 def test_explain_shows_predicted_times_and_their_source() -> None:
@@ -114,11 +107,7 @@ def test_explain_shows_predicted_times_and_their_source() -> None:
 
 def test_explain_all_has_every_reason() -> None:
     lines = on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed", "--all")
-    spec = (
-        SpecOptions(heads=32, kv_heads=8, head_dim=128, causal=True, softcap=50.0)
-        .filled(defaults_on("sm90"))
-        .spec("sm90")
-    )
+    spec = GEMMA_SPEC.filled(defaults_on("sm90")).spec("sm90")
     printed = " ".join(" ".join(lines).split())
     for name, reasons in attn_core.explain(spec, Target("torch", "sm90")).refusals:
         assert f" {name} " in printed and all(reason in printed for reason in reasons), name
@@ -184,12 +173,6 @@ def test_a_device_that_does_not_exist_is_refused_with_the_list() -> None:
     assert done.stderr.startswith("attn: --device='sm91': no such device; did you mean sm90? Expected one of\n")
     assert all(device in done.stderr for device in devices.DEVICES)
     assert max(map(len, done.stderr.splitlines())) <= 80
-
-
-def test_explain_of_a_named_backend_prints_its_reasons() -> None:
-    done = attn("explain", "--backend", "sdpa_flash", "--softcap", "50", "--assume-installed")
-    assert done.exit_code == 1
-    assert "softcap=50.0: the aten CPU flash kernel has none" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -332,9 +315,17 @@ def test_compare_prints_errors_and_bits() -> None:
     assert actual["bit_equal"]["math"] is True
 
 
-def test_compare_times_each_backend_beside_the_framework() -> None:
+def test_compare_times_each_backend_beside_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
+    timed, known = attn_core.cli.compare.timed, {}
+
+    def once(trial, framework, device, names, rounds):
+        """The second command prints the times of the first."""
+        place = framework, trial.spec.needs_backward
+        return known.get(place) or known.setdefault(place, timed(trial, framework, device, names, rounds))
+
+    monkeypatch.setattr(attn_core.cli.compare, "timed", once)
     arguments = ["compare", "--time", "--q-len", "13", "--heads", "4", "--kv-heads", "2", "--causal", "--repeats", "2"]
     lines = on_80_columns(*arguments)
     assert lines[0].startswith("float32, batch 1, q_len 13") and "needs_backward" not in lines[0]

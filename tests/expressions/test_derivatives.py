@@ -103,7 +103,7 @@ def of_jax(tree: Expression, indices: Any, score: np.ndarray, aux: Any) -> np.nd
         return jnp.broadcast_to(evaluate_jax(tree, indices, x, aux), score.shape).sum()
 
     with jax.enable_x64(True):
-        return np.asarray(jax.grad(total)(jnp.asarray(score)))
+        return np.asarray(jax.jit(jax.grad(total))(jnp.asarray(score)))
 
 
 @pytest.mark.parametrize("of", [of_autograd, of_jax])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import expression_trees as trees
@@ -42,7 +43,8 @@ def on_jax(tree: Expression, indices: Any, score: Any, aux: Any, dtype: str = "f
 
     with jax.enable_x64(True):
         scores = jax.numpy.asarray(score, dtype)
-        return np.asarray(evaluate_jax(tree, indices, scores, [jax.numpy.asarray(array) for array in aux]))
+        program = jax.jit(partial(evaluate_jax, tree))  # as in a call; each operation alone would compile for longer
+        return np.asarray(program(indices, scores, [jax.numpy.asarray(array) for array in aux]))
 
 
 FRAMEWORKS = [on_torch, on_jax]

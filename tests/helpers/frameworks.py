@@ -30,10 +30,20 @@ class Framework(NamedTuple):
     """(array-like, dtype=None) -> an array of the framework; without a dtype, with that of the array-like."""
     device: str = "cpu"
 
-    def gradients(self, function: Callable[..., Any], arrays: dict[str, Any], *cotangents: Any) -> list[np.ndarray]:
+    def gradients(
+        self,
+        function: Callable[..., Any],
+        arrays: dict[str, Any],
+        *cotangents: Any,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[np.ndarray]:
         """The outputs of ``function(**arrays)``, and the gradients of all arrays for the outputs' gradients, in numpy.
 
         Arrays and cotangents are given in numpy; the function gets arrays of the framework.
+
+        Args:
+            cotangents: the gradients of the outputs; without, each output is its own.
+            between: runs between the function and its backward.
         """
         given, downstream = (
             {name: self.array(each) for name, each in arrays.items()},
@@ -46,10 +56,13 @@ class Framework(NamedTuple):
 
         if self.name == "torch":
             outputs = tupled({name: each.requires_grad_() for name, each in given.items()})
+            between()
+            downstream = downstream or tuple([each.detach() for each in outputs])
             found = dict(zip(given, torch.autograd.grad(outputs, list(given.values()), downstream), strict=True))
         else:
             outputs, pull = jax.vjp(tupled, given)
-            (found,) = pull(downstream)
+            between()
+            (found,) = pull(downstream or outputs)
         return [as_numpy(each) for each in (*outputs, *(found[name] for name in given))]
 
     def arrays(self, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -65,11 +65,30 @@ def place(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
 
 def run_split(mesh: Any, call: Any, arrays: Any, specs: Any) -> tuple[Any, Counter[str], str]:
     """Returns the result of ``with_gradients`` on a mesh, the number of collectives of each kind, and the HLO."""
-    program = jax.jit(with_gradients(call))
+    results, text, _ = run_on(mesh, with_gradients(call), arrays, specs)
+    return results, Counter(COLLECTIVE.findall(text)), text
+
+
+def run_on(mesh: Any, function: Any, arrays: Any, specs: Any) -> tuple[Any, str, list[Any]]:
+    """Returns the results of a function in one program on a mesh, the HLO, and the arrays on the mesh."""
     with jax.set_mesh(mesh):
         on_mesh = place(mesh, arrays, specs)
-        text = program.lower(*on_mesh).compile().as_text()
-        return program(*on_mesh), Counter(COLLECTIVE.findall(text)), text
+        program = jax.jit(function).lower(*on_mesh).compile()
+        return program(*on_mesh), program.as_text(), on_mesh
+
+
+def check_on(mesh: Any, function: Any, arrays: Any, specs: Any) -> tuple[Any, str, list[Any]]:
+    """Compares a mesh with one device; returns the result of ``run_on``."""
+    expected = jax.tree.map(np.asarray, jax.jit(function)(*map(jnp.asarray, arrays)))
+    results, text, on_mesh = run_on(mesh, function, arrays, specs)
+    assert_close(results, expected)
+    return results, text, on_mesh
+
+
+def check_types(mesh: Any, results: Any, like: Any) -> None:
+    """Raises AssertionError if types on Explicit axes, which contain how arrays are split, differ."""
+    if "Explicit" in str(mesh.axis_types):
+        assert list(map(jax.typeof, results)) == list(map(jax.typeof, like))
 
 
 def assert_close(result: Any, expected: Any) -> None:

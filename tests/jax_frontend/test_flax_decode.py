@@ -77,12 +77,18 @@ def in_nnx(params, **options):
     return layer
 
 
-def decoded(decoding, params, cache, x, chunks, **call):
-    """The outputs of x in chunks, end to end, and the cache behind them; one program for each length of a chunk."""
-    step = jax.jit(
-        lambda cache, x, **call: decoding.apply({"params": params, "cache": cache}, x, mutable=["cache"], **call)
-    )
-    outs, start = [], 0
+def decoded(decoding, params, cache, x, chunks, fixed=None, jit=True, **call):
+    """The outputs of x in chunks, end to end, and the cache behind them; one program for each length of a chunk.
+
+    Args:
+        fixed: arguments of every step.
+        call: arguments of a step as functions of its first token and of the one behind its last.
+    """
+
+    def step(cache, x, **call):
+        return decoding.apply({"params": params, "cache": cache}, x, mutable=["cache"], **call, **(fixed or {}))
+
+    step, outs, start = jax.jit(step) if jit else step, [], 0
     for length in chunks:
         part = {name: table(start, start + length) for name, table in call.items()}
         out, updates = step(cache, x[..., start : start + length, :], **part)
@@ -168,16 +174,10 @@ def test_tables_of_a_call_cover_the_whole_cache(names):
     layer, decoding, params, cache = layers(**options)
     expected = layer.apply({"params": params}, X, **{name: TABLES[name][0] for name in names})
     assert not np.allclose(expected, layer.apply({"params": params}, X), atol=1e-3)
-    call = {name: TABLES[name][1] for name in names}
+    tables = {name: TABLES[name][1] for name in names}
     # jit does not take numpy's key ranges as they are, which stay on the host.
-    step = decoding.apply if "key_ranges" in names else jax.jit(partial(decoding.apply, mutable=["cache"]))
-    start = 0
-    for length in (4, 1, 1):
-        part = {name: table(start, start + length) for name, table in call.items()}
-        mutable = {"mutable": ["cache"]} if "key_ranges" in names else {}
-        out, updates = step({"params": params, "cache": cache}, X[:, start : start + length], **part, **mutable)
-        np.testing.assert_allclose(out, expected[:, start : start + length], **TOLERANCE)
-        cache, start = updates["cache"], start + length
+    out, _ = decoded(decoding, params, cache, X, (4, 1, 1), jit="key_ranges" not in names, **tables)
+    np.testing.assert_allclose(out, expected[:, :6], **TOLERANCE)
 
 
 @everywhere
@@ -193,12 +193,8 @@ def test_functions_count_queries_in_the_whole_row():
     }
     expected = layer.apply({"params": params}, X, **call)
     assert not np.allclose(expected, layer.apply({"params": params}, X), atol=1e-3)
-    step = jax.jit(lambda cache, x: decoding.apply({"params": params, "cache": cache}, x, mutable=["cache"], **call))
-    start = 0
-    for length in (4, 1, 1, 1):
-        out, updates = step(cache, X[:, start : start + length])
-        np.testing.assert_allclose(out, expected[:, start : start + length], **TOLERANCE)
-        cache, start = updates["cache"], start + length
+    out, _ = decoded(decoding, params, cache, X, (4, 1, 1, 1), fixed=call)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
 
 
 @everywhere
@@ -265,20 +261,21 @@ def test_places_behind_the_index_are_never_read():
 
 @everywhere
 @alike
-def test_one_chunk_has_the_gradients_of_the_forward():
-    layer, decoding, params, cache = layers(max_length=SEQ, window=4)
+@pytest.mark.parametrize(
+    ("wrap", "max_length"), [(lambda f: f, SEQ), (jax.checkpoint, MAX_LENGTH)], ids=["plain", "remat"]
+)
+def test_one_chunk_has_the_gradients_of_the_forward(wrap, max_length):
+    layer, decoding, params, cache = layers(max_length=max_length, window=3)
 
-    def loss(apply, params):
-        return jnp.sum(jnp.sin(apply(params)))
+    def loss(apply, *given):
+        return jnp.sum(jnp.sin(apply(*given)))
 
-    one, other = (
-        jax.jit(jax.grad(partial(loss, apply)))(params)
-        for apply in (
-            lambda params: layer.apply({"params": params}, X),
-            lambda params: decoding.apply({"params": params, "cache": cache}, X, mutable=["cache"])[0],
-        )
-    )
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), one, other)
+    def chunk(params, cache):
+        return decoding.apply({"params": params, "cache": cache}, X, mutable=["cache"])[0]
+
+    expected = jax.jit(jax.grad(partial(loss, lambda params: layer.apply({"params": params}, X))))(params)
+    actual = jax.jit(jax.grad(wrap(partial(loss, chunk))))(params, cache)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), actual, expected)
 
 
 @everywhere
@@ -331,20 +328,6 @@ def test_an_exported_step_decodes_with_any_batch():
     for at in range(3):
         out, cache = exported.call(cache, X[:1, at : at + 1])
         np.testing.assert_allclose(out, expected[:1, at : at + 1], **TOLERANCE)
-
-
-@everywhere
-@alike
-def test_remat_of_a_chunk_has_the_gradients_of_the_forward():
-    layer, decoding, params, cache = layers(window=3)
-
-    def loss(params, cache):
-        out = decoding.apply({"params": params, "cache": cache}, X, mutable=["cache"])[0]
-        return (out**2).sum()
-
-    expected = jax.grad(lambda params: (layer.apply({"params": params}, X) ** 2).sum())(params)
-    actual = jax.jit(jax.grad(jax.checkpoint(loss)))(params, cache)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), actual, expected)
 
 
 @everywhere

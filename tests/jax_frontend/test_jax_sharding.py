@@ -23,11 +23,14 @@ from sharded_calls import (
     Q_LEN,
     assert_close,
     call_of,
+    check_on,
     check_split,
+    check_types,
     normal,
     on_one_device,
     place,
     qkv,
+    run_on,
     run_split,
     spec_entries,
 )
@@ -175,14 +178,8 @@ def test_pages_split_by_kv_heads(mesh, backend):
         out, lse = paged_attention(q, *pools, **tables, window=5, max_len_q=4, return_lse=True, backend=backend)
         return out, lse, *pools
 
-    expected = jax.jit(step)(*map(jnp.asarray, (*arrays, *pools)))
     spec, pool_spec = P(None, "model"), P(None, None, "model")
-    program = jax.jit(step)
-    with jax.set_mesh(mesh):
-        on_mesh = place(mesh, (*arrays, *pools), (*(spec,) * 3, *(pool_spec,) * 2))
-        text = program.lower(*on_mesh).compile().as_text()
-        results = program(*on_mesh)
-    assert_close(results, expected)
+    results, text, _ = check_on(mesh, step, (*arrays, *pools), (*(spec,) * 3, *(pool_spec,) * 2))
     assert not COLLECTIVE.findall(text), "each device has all that it needs"
     assert spec_entries(results[0]) == (None, "model", None) and spec_entries(results[1]) == ("model", None)
     assert all(spec_entries(pool) == (None, None, "model", None) for pool in results[2:])
@@ -320,14 +317,11 @@ def test_results_without_keys_have_the_types_of_results_with_keys(mesh, backend,
 def test_largest_logits_stay_split(mesh, auto_mesh, backend):
     """By a pass of its own, and by the forward of the output."""
     call, arrays = call_of(causal=True, return_max_logit=True, backend=backend), qkv()
-    expected = jax.jit(call)(*map(jnp.asarray, arrays))
     spec = P("data", None, "model")
-    program = jax.jit(call)
-    with jax.set_mesh(mesh):
-        on_mesh = place(mesh, arrays, (spec,) * 3)
-        results = program(*on_mesh)
-        assert not COLLECTIVE.findall(program.lower(*on_mesh).compile().as_text())
+    expected = jax.tree.map(np.asarray, jax.jit(call)(*map(jnp.asarray, arrays)))
+    results, text, _ = run_on(mesh, call, arrays, (spec,) * 3)
     assert_close(results, expected)
+    assert not COLLECTIVE.findall(text)
     assert spec_entries(results[1]) == ("data", "model")
     mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=(spec,) * 3, out_specs=(spec, P("data", "model")))
     assert_close(jax.jit(mapped)(*map(jnp.asarray, arrays)), expected)
@@ -380,9 +374,7 @@ def test_rows_of_a_cache_on_a_mesh(mesh, options, spec, grad_of_jit):
         results, gradients = run(*on_mesh)
         dense = jax.jit(partial(attention, causal=True, return_lse=True))(*on_mesh[:3])
     assert_close((results, gradients), expected)
-    if "Explicit" in str(mesh.axis_types):
-        assert list(map(jax.typeof, results)) == list(map(jax.typeof, dense))
-        assert list(map(jax.typeof, gradients)) == list(map(jax.typeof, on_mesh[:3]))
+    check_types(mesh, (*results, *gradients), (*dense, *on_mesh[:3]))
 
 
 POOL_SPLITS = {
@@ -408,13 +400,9 @@ def test_appends_on_a_mesh(mesh, pool, tokens, tables, by_slots):
         to = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "rotary": tuple(map(jnp.asarray, angles))}
         return append_kv(k_pages, v_pages, k, v, **({"slot_mapping": slots} if by_slots else to))
 
-    expected = jax.tree.map(np.asarray, jax.jit(step)(*map(jnp.asarray, (*pools, k, v)), *where.values()))
-    with jax.set_mesh(mesh):
-        on_mesh = place(mesh, (*pools, k, v, *where.values()), (pool, pool, tokens, tokens, tables, tables))
-        results = jax.jit(step)(*on_mesh)
-    assert_close(results, expected)
-    if "Explicit" in str(mesh.axis_types):
-        assert list(map(jax.typeof, results)) == list(map(jax.typeof, on_mesh[:2]))
+    arrays, specs = (*pools, k, v, *where.values()), (pool, pool, tokens, tokens, tables, tables)
+    results, _, on_mesh = check_on(mesh, step, arrays, specs)
+    check_types(mesh, results, on_mesh[:2])
 
 
 @pytest.mark.parametrize("spec", CACHE_SPLITS.values(), ids=CACHE_SPLITS)
@@ -429,12 +417,8 @@ def test_the_cache_of_flash_attn_on_a_mesh(mesh, spec):
         given = {"rotary_cos": jnp.asarray(cos), "rotary_sin": jnp.asarray(sin), "causal": True}
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **given)
 
-    expected = jax.tree.map(np.asarray, jax.jit(step)(*map(jnp.asarray, (q, k, v, *caches, lengths))))
-    with jax.set_mesh(mesh):
-        on_mesh = place(mesh, (q, k, v, *caches, lengths), (*(spec,) * 5, P(spec[0])))
-        out, *written = jax.jit(step)(*on_mesh)
-    assert_close((out, *written), expected)
+    (out, *written), _, on_mesh = check_on(mesh, step, (q, k, v, *caches, lengths), (*(spec,) * 5, P(spec[0])))
+    check_types(mesh, written, on_mesh[3:5])
     if "Explicit" in str(mesh.axis_types):
         entries = (*spec, *(None,) * (4 - len(spec)))
         assert spec_entries(out) == (entries[0], None, *entries[2:])
-        assert list(map(jax.typeof, written)) == list(map(jax.typeof, on_mesh[3:5]))

@@ -18,6 +18,7 @@ import cpu_meshes
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from unsloth_rows import attend_as_unsloth
 
 import jax_frontend
 from jax_frontend import attention, context_parallel_attention, shard_sequence, unshard_sequence
@@ -137,23 +138,7 @@ def heads_first() -> Any:
 
 
 def as_unsloth(info: Any, mask: Any) -> Any:
-    config = jax_frontend.unsloth.AttentionConfig(
-        backend=jax_frontend.unsloth.SDPA, n_kv_heads=KV_HEADS, n_groups=HEADS // KV_HEADS
-    )
-    context = jax_frontend.unsloth.AttentionContext(
-        bsz=2 if info is None else 1,
-        q_len=TOKENS,
-        kv_seq_len=TOKENS,
-        n_heads=HEADS,
-        head_dim=DIM,
-        requires_grad=False,
-        seq_info=info,
-        attention_mask=mask,
-        causal_mask=None,
-    )
-    arrays = rows(2 if info is None else 1)
-    q, k, v = (array.swapaxes(1, 2) for array in arrays)
-    return jax_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
+    return attend_as_unsloth(jax_frontend, *rows(2 if info is None else 1), seq_info=info, attention_mask=mask)
 
 
 def in_linen(masked: Any, info: Any = None) -> Any:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import cpu_meshes
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from both_frontends import FRAMEWORKS, Results, judge, reachable, run, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from spec_strategies import Call, make_call
+from torch.utils.checkpoint import checkpoint
 
 import jax_frontend
 import torch_frontend
@@ -23,6 +31,7 @@ from attn_core.context_parallel.bands import Segment
 from attn_core.context_parallel.on_torch import one_device as parts
 from attn_core.context_parallel.tiles import Tile
 from attn_core.selection import Target, explain
+from jax_frontend.context_parallel import one_device as of_jax
 from torch_frontend.dispatch import in_parts as torch_parts
 
 pytestmark = pytest.mark.sampled
@@ -192,7 +201,7 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
         seen.append(original(*arguments))
         return seen[-1]
 
-    module: Any = _frontend_module(framework)
+    module: Any = one_device if framework == "torch" else of_jax
     if framework == "torch":
         torch_parts._plan_in_parts.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -200,12 +209,6 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
         results = run(framework, call, backend, device, ranges_on_host=True)
     assert isinstance(seen[0], one_device.Tiled), seen  # in JAX the second is that of training
     return results
-
-
-def _frontend_module(framework: str) -> Any:
-    from jax_frontend.context_parallel import one_device as of_jax
-
-    return one_device if framework == "torch" else of_jax
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -365,8 +368,6 @@ def spec_of(key_ranges: np.ndarray, **fields: Any) -> AttentionSpec:
 
 
 def arrays(tokens: int, batch: int = 1) -> tuple[Any, Any, Any]:
-    import torch
-
     q = torch.zeros(batch, tokens, 4, 8)
     return q, q[:, :, :2], q[:, :, :2]
 
@@ -380,7 +381,6 @@ def test_automatic_choice_takes_parts_of_long_rows_alone() -> None:
         "2 kernel calls of sdpa_flash, merged by their log-sum-exps",
     )
     assert torch_frontend.explain(*arrays(512), key_ranges=long, backend="math").parts is None
-    import torch
 
     on_cpu = torch_frontend.explain(*arrays(512), key_ranges=torch.from_numpy(long))
     assert on_cpu.parts == selection.parts, "a tensor on the CPU is on the host, too"
@@ -399,8 +399,6 @@ def test_automatic_choice_takes_no_parts_where_a_kernel_skips_blocks_as_fast() -
 
 
 def test_the_automatic_choice_computes_what_the_whole_computes() -> None:
-    import torch
-
     rng, key_ranges = np.random.default_rng(0), masks.shared_prefix(256, [32] * 8)
     q, k, v = (torch.from_numpy(rng.standard_normal((1, 512, heads, 8), np.float32)) for heads in (4, 2, 2))
     parts = torch_frontend.attention(q, k, v, key_ranges=key_ranges)
@@ -412,7 +410,6 @@ def test_explain_says_how_many_blocks_are_computed() -> None:
     selection = torch_frontend.explain(*arrays(512), key_ranges=masks.shared_prefix(256, [32] * 8))
     assert selection.mask == "9 of 16 blocks of 128 queries and keys have a visible pair (56%)"
     assert "mask: 9 of 16 blocks" in str(selection)
-    import jax
 
     q, k, v = (jax.ShapeDtypeStruct(tuple(each.shape), np.float32) for each in arrays(512))
     assert jax_frontend.explain(q, k, v, key_ranges=masks.documents([256, 256])).mask is not None
@@ -432,8 +429,6 @@ def test_a_refusal_says_why_the_ranges_are_no_parts() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_bad_ranges_on_the_host(framework: str) -> None:
-    import jax.numpy as jnp
-
     q, k, v = arrays(12)
     attention: Any = torch_frontend.attention
     if framework == "jax":
@@ -450,8 +445,6 @@ def test_bad_ranges_on_the_host(framework: str) -> None:
 
 def test_an_array_that_changes_between_two_calls() -> None:
     """Plans are kept by the ranges' values, not by the array."""
-    import torch
-
     key_ranges = masks.documents([6, 6])
     q, k, v = (each + torch.arange(12.0)[None, :, None, None] for each in arrays(12))
     first = torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="sdpa_flash")
@@ -486,8 +479,6 @@ def test_the_keys_of_a_block_of_queries() -> None:
 
 
 def drawn(tokens: int = 12, batch: int = 2) -> list[Any]:
-    import torch
-
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(batch, tokens, heads, 8, generator=generator) for heads in (4, 2, 2)]
 
@@ -504,8 +495,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("given", ["numpy", "tensor"])
 def test_a_compiled_call_runs_in_parts(given: str, ran: list[str]) -> None:
-    import torch
-
     key_ranges: Any = GALLERY["shared prefix"]
     key_ranges = torch.from_numpy(key_ranges) if given == "tensor" else key_ranges
     leaves = [each.requires_grad_() for each in drawn()]
@@ -525,8 +514,6 @@ def test_a_compiled_call_runs_in_parts(given: str, ran: list[str]) -> None:
 
 
 def test_other_ranges_of_the_same_shape_in_a_compiled_call() -> None:
-    import torch
-
     leaves = drawn()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -540,8 +527,6 @@ def test_other_ranges_of_the_same_shape_in_a_compiled_call() -> None:
 
 
 def test_transforms_run_in_parts(ran: list[str]) -> None:
-    import torch
-
     q, k, v = drawn()
     key_ranges = GALLERY["shared prefix"]
 
@@ -557,8 +542,6 @@ def test_transforms_run_in_parts(ran: list[str]) -> None:
 
 def test_the_backward_has_its_forwards_parts() -> None:
     """A compiled backward runs where the forward ran, also if use_backend names another backend by then."""
-    import torch
-
     leaves = [each.requires_grad_() for each in drawn()]
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -575,8 +558,6 @@ def test_the_backward_has_its_forwards_parts() -> None:
 
 
 def test_ranges_that_change_before_the_backward_change_nothing() -> None:
-    import torch
-
     for backend in ("sdpa_flash", "math"):
         key_ranges, leaves = GALLERY["shared prefix"].copy(), [each.requires_grad_() for each in drawn()]
         out = torch_frontend.attention(*leaves, key_ranges=key_ranges, backend=backend)
@@ -586,9 +567,6 @@ def test_ranges_that_change_before_the_backward_change_nothing() -> None:
 
 
 def test_checkpointing_and_autocast(ran: list[str]) -> None:
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
     leaves = [each.requires_grad_() for each in drawn()]
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -630,12 +608,6 @@ def test_ranges_that_ranks_cannot_share_are_named() -> None:
 
 @pytest.mark.usefixtures("four_devices")
 def test_transformations_of_jax() -> None:
-    import cpu_meshes
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     q, k, v = (jnp.asarray(each.numpy()) for each in drawn(batch=4))
     key_ranges = GALLERY["shared prefix"]
 
@@ -677,15 +649,11 @@ def test_transformations_of_jax() -> None:
 
 
 def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax
-
-    from jax_frontend.context_parallel.one_device import rows_are_here
-
-    assert rows_are_here(1)
+    assert of_jax.rows_are_here(1)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert rows_are_here(4)
+    assert of_jax.rows_are_here(4)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    assert not rows_are_here(4)
+    assert not of_jax.rows_are_here(4)
 
 
 # How much of the scores is left
@@ -707,13 +675,10 @@ def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.Monk
 )
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_explain_counts_the_blocks_of_a_function(framework: str, options: dict[str, Any], blocks: str | None) -> None:
-    import jax
-    import torch
-
     q, k, v = arrays(512)
     explain, of_numpy = torch_frontend.explain, torch.from_numpy
     if framework == "jax":
-        explain, of_numpy = jax_frontend.explain, jax.numpy.asarray
+        explain, of_numpy = jax_frontend.explain, jnp.asarray
         q, k, v = (jax.ShapeDtypeStruct(tuple(each.shape), np.float32) for each in (q, k, v))
     options = {name: of_numpy(each) if name in ("bias", "alibi_slopes") else each for name, each in options.items()}
     said = explain(q, k, v, **options).mask
@@ -724,8 +689,6 @@ def test_explain_counts_the_blocks_of_a_function(framework: str, options: dict[s
 
 def test_arrays_of_any_layout() -> None:
     """Reversed, strided and read-only arrays of numpy, without a warning."""
-    import warnings
-
     q, k, v = drawn()
     expected = torch_frontend.attention(q, k, v, key_ranges=GALLERY["tree"], backend="sdpa_flash")
     reversed_twice = np.ascontiguousarray(GALLERY["tree"][:, :, ::-1])[:, :, ::-1]
@@ -747,8 +710,6 @@ def test_arrays_of_any_layout() -> None:
 def test_ranges_on_the_host_beside_tensors_on_a_gpu() -> None:
     """Eager, compiled and under a transform, with gradients, beside the same ranges on the GPU. One case for all of
     them, because the kernels compile once."""
-    import torch
-
     on_host = masks.shared_prefix(200, [100, 60, 140])
     on_cpu = torch.from_numpy(on_host)
     leaves = [each.cuda().requires_grad_() for each in drawn(500)]

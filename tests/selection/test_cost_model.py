@@ -28,6 +28,7 @@ from attn_core.selection.cost_model import (
     sizes_of_call,
 )
 from attn_core.selection.tables import shipped_table, table_of, write_table
+from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import FEWEST, Fitting
 from benchmarks.fit.models import Sample, _Problem, fit
@@ -91,6 +92,12 @@ RAW = made_up_raw(200)
 @pytest.fixture(scope="module")
 def fitting() -> Fitting:
     return Fitting(RAW)
+
+
+@pytest.fixture
+def two_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three fits in place of eleven, where nobody judges how well a model predicts unseen calls."""
+    monkeypatch.setattr(choice, "FOLDS", 2)
 
 
 # The models
@@ -185,6 +192,7 @@ def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_folds")
 def test_no_call_is_chosen_by_a_model_that_saw_it() -> None:
     odd = record("#0 odd", SPEC, {name: {"median": 1e9, "difference": 0.0} for name in TRUTH})
     with_odd = Fitting(raw_of(odd, *RAW["cases"][40:]))
@@ -201,7 +209,7 @@ def test_a_fit_finds_rates_of_any_scale() -> None:
         assert microseconds(fitted, kind, each) == pytest.approx(microseconds(slow, kind, each), rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("two_folds")
 def test_a_backend_with_few_calls_learns_from_the_others() -> None:
     slow_cap = {
         name: made_up_model(1.0, constant=constant, work=2.0, effects={"softcap": 3.0})
@@ -242,18 +250,20 @@ def test_a_fit_to_few_calls_stays_near_its_start() -> None:
     assert microseconds(twice, capped, sizes) == pytest.approx(microseconds(twice, kind, sizes), rel=0.1)
 
 
-def test_a_table_says_the_same_after_reading(fitting: Fitting, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("two_folds")
+def test_a_table_says_the_same_after_reading(tmp_path: Path) -> None:
+    fitting = Fitting(made_up_raw(60))
     write_table(fitting.table(), tmp_path / "new folder" / "table.json")
     content = json.loads((tmp_path / "new folder" / "table.json").read_text(encoding="utf-8"))
     assert content == json.loads(json.dumps(fitting.table()))
     table = table_of(content)
-    assert table.source == "200 calls measured on a GPU, a day" and (table.tile, table.processors) == (128, 132)
+    assert table.source == "60 calls measured on a GPU, a day" and (table.tile, table.processors) == (128, 132)
     for case in islice(random_calls(1, "cuda"), 40):
         kind, sizes = kind_of_call(case.spec), sizes_of_call(case.spec, 128, 132)
         for name, model in fitting.models[False].items():
             read: Model = table.models[False][name]
             assert microseconds(read, kind, sizes) == pytest.approx(microseconds(model, kind, sizes), rel=0.05)
-    assert content["held_out"]["forward"]["cases"] == 200
+    assert content["held_out"]["forward"]["cases"] == 60
 
 
 def test_the_stored_sweep_has_calls_for_every_model_that_ships() -> None:
@@ -267,7 +277,7 @@ def test_the_stored_sweep_has_calls_for_every_model_that_ships() -> None:
         assert all(len(samples[training, name]) >= FEWEST for name in models)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("two_folds")
 def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
     cases = []
     for one in RAW["cases"][:60]:
@@ -286,6 +296,7 @@ def test_a_time_counts_little_where_its_backend_is_never_chosen() -> None:
     assert weights[0] > 0.9 and weights[1] == LEAST_WEIGHT
 
 
+@pytest.mark.usefixtures("two_folds")
 def test_a_backend_with_few_measurements_has_no_model() -> None:
     cases = [json.loads(json.dumps(one)) for one in RAW["cases"][:60]]
     for one in cases[5:]:

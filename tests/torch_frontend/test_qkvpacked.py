@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 import torch
-from frameworks import BOTH, Framework, as_numpy
+from frameworks import BOTH, TORCH, Framework
 
 import jax_frontend
 import torch_frontend
@@ -40,24 +40,14 @@ def normal(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[str, Any]) -> list[np.ndarray]:
-    """out (and lse) and the gradient of their sum, through qkv as one array or as three slices of it."""
-    front = framework.frontend
+    """out (and lse) and the gradient, through qkv as one array or as three slices of it."""
 
-    def attend(array: Any) -> Any:
+    def attend(qkv: Any) -> Any:
         if whole:
-            actual = front.attention_qkvpacked(array, **options)
-        else:
-            actual = front.attention(*(array[..., which, :, :] for which in range(3)), **options)
-        return actual if isinstance(actual, tuple) else (actual,)
+            return framework.frontend.attention_qkvpacked(qkv, **options)
+        return framework.frontend.attention(*(qkv[..., which, :, :] for which in range(3)), **options)
 
-    if framework.name == "torch":
-        leaf = torch.from_numpy(qkv).requires_grad_()
-        actual = attend(leaf)
-        (gradient,) = torch.autograd.grad([(part * part).sum() for part in actual], leaf)
-        return [as_numpy(part) for part in (*actual, gradient)]
-    actual = attend(jnp.asarray(qkv))
-    gradient = jax.jit(jax.grad(lambda array: sum((part * part).sum() for part in attend(array))))(jnp.asarray(qkv))
-    return [as_numpy(part) for part in (*actual, gradient)]
+    return framework.gradients(attend, {"qkv": qkv})
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -85,14 +75,15 @@ def test_torch_and_jax_give_the_same_bits(case: str) -> None:
 
 
 def test_bias_and_sinks_have_gradients() -> None:
-    qkv = torch.from_numpy(normal((2, 7, 3, 4, 8))).requires_grad_()
-    sinks, bias = torch.randn(4, requires_grad=True), torch.randn(1, 4, 7, 7, requires_grad=True)
-    torch_frontend.attention_qkvpacked(qkv, sinks=sinks, bias=bias, backend="math").square().sum().backward()
-    actual = [qkv.grad, sinks.grad, bias.grad]
-    again = [tensor.detach().clone().requires_grad_() for tensor in (qkv, sinks, bias)]
-    q, k, v = again[0].unbind(2)
-    torch_frontend.attention(q, k, v, sinks=again[1], bias=again[2], backend="math").square().sum().backward()
-    assert all(torch.equal(one, other.grad) for one, other in zip(actual, again, strict=True))
+    def together(qkv: Any, sinks: Any, bias: Any) -> Any:
+        return torch_frontend.attention_qkvpacked(qkv, sinks=sinks, bias=bias, backend="math")
+
+    def apart(qkv: Any, sinks: Any, bias: Any) -> Any:
+        return torch_frontend.attention(*qkv.unbind(2), sinks=sinks, bias=bias, backend="math")
+
+    arrays = {"qkv": normal((2, 7, 3, 4, 8)), "sinks": normal((4,)), "bias": normal((1, 4, 7, 7))}
+    for one, other in zip(*(TORCH.gradients(call, arrays) for call in (together, apart)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_jax_reads_the_array_in_place() -> None:

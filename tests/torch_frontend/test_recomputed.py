@@ -13,6 +13,7 @@ import pytest
 import torch
 from frameworks import spied
 from torch.utils.checkpoint import checkpoint
+from unsloth_rows import attend_as_unsloth
 
 import torch_frontend
 from attn_core import NoBackendError, SeqInfo
@@ -29,38 +30,28 @@ def heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)  # [batch, heads, len, head_dim]
 
 
+def rows(x: Tensor) -> list[Tensor]:
+    return [x.unflatten(-1, (HEADS, HEAD_DIM))] * 3
+
+
 def run_attention(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
-    context = torch_frontend.unsloth.AttentionContext(
-        len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains
-    )
-    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+    return attend_as_unsloth(torch_frontend, *rows(x), requires_grad=trains)
 
 
 def in_training_mode(x: Tensor, trains: bool) -> Tensor:
     """As in Unsloth, whose hidden states need no gradient in a checkpoint's first pass."""
-    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
-    sizes = (len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM)
-    context = torch_frontend.unsloth.AttentionContext(*sizes, requires_grad=x.requires_grad, training=trains)
-    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+    return attend_as_unsloth(torch_frontend, *rows(x), requires_grad=x.requires_grad, training=trains)
 
 
 def packed(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
-    context = torch_frontend.unsloth.AttentionContext(
-        len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains
-    )
-    context.seq_info = SeqInfo.from_lengths([x.shape[0] * x.shape[1] - 1, 1])
-    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+    info = SeqInfo.from_lengths([x.shape[0] * x.shape[1] - 1, 1])
+    return attend_as_unsloth(torch_frontend, *rows(x), requires_grad=trains, seq_info=info)
 
 
 def shared_prefix(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
-    x = x[:1]
-    context = torch_frontend.unsloth.AttentionContext(1, x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
     suffix = torch.tensor([-1, -1, 0, 0, 1, 1])
-    context.prefix_seg_info = SimpleNamespace(group_of_kv=suffix * 0, is_prefix=suffix < 0, suffix_of_kv=suffix)
-    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+    info = SimpleNamespace(group_of_kv=suffix * 0, is_prefix=suffix < 0, suffix_of_kv=suffix)
+    return attend_as_unsloth(torch_frontend, *rows(x[:1]), requires_grad=trains, prefix_seg_info=info)
 
 
 def softcapping(x: Tensor, trains: bool) -> Tensor:

@@ -212,124 +212,71 @@ def test_jagged_rows_reach_torchs_own_function(in_torchs_place: None) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def _paged(**changed: Any) -> Any:
-    pools = {"k_pages": torch.randn(3, 4, HEADS, DIM), "v_pages": torch.randn(3, 4, HEADS, DIM)}
-    tables = {
-        "block_table": torch.tensor([[0, 1]], dtype=torch.int32),
-        "seq_lens": torch.tensor([3], dtype=torch.int32),
-    }
-    given = {"q": torch.randn(1, HEADS, DIM), **pools, **tables, "sinks": torch.randn(HEADS)} | changed
-    return paged_attention(**given)
-
-
-def _append(**changed: Any) -> Any:
-    tables = {
-        "block_table": torch.tensor([[0, 1]], dtype=torch.int32),
-        "seq_lens": torch.tensor([3], dtype=torch.int32),
-    }
-    given = {"k_pages": torch.zeros(3, 4, HEADS, DIM), "v_pages": torch.zeros(3, 4, HEADS, DIM), **tables}
-    given |= {"k": torch.randn(1, HEADS, DIM), "v": torch.randn(1, HEADS, DIM)} | changed
-    return append_kv(**given)
-
-
-def _attention(**changed: Any) -> Any:
-    given = {name: torch.randn(2, 5, HEADS, DIM) for name in "qkv"} | {"sinks": torch.randn(HEADS)}
-    given |= {"bias": torch.randn(5, 5), "mask": torch.ones(5, 5, dtype=torch.bool), "alibi_slopes": torch.rand(HEADS)}
-    return attention(**(given | changed))
-
-
-def _bare(**changed: Any) -> Any:
-    return attention(**({name: torch.randn(2, 5, HEADS, DIM) for name in "qkv"} | changed))
-
-
-def _packed(**changed: Any) -> Any:
+def _packed(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Any:
     tokens = torch.randn(5, HEADS, DIM)
-    offsets = {name: torch.tensor([0, 2, 5], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")} | changed
-    return attention(tokens, tokens, tokens, seq_info=SeqInfo(**offsets, max_len_q=3, max_len_k=3))
+    return attention(tokens, tokens, tokens, seq_info=SeqInfo(cu_seqlens_q, cu_seqlens_k, 3, 3))
 
 
-def _unsloth(**changed: Any) -> Any:
-    given = (
-        {name: torch.randn(2, HEADS, 5, DIM) for name in "QKV"} | {"attention_mask": torch.zeros(2, 1, 5, 5)} | changed
-    )
+def _unsloth(attention_mask: Any, **qkv: Any) -> Any:
     config = AttentionConfig("sdpa", n_kv_heads=HEADS, n_groups=1)
-    context = AttentionContext(2, 5, 5, HEADS, DIM, attention_mask=given.pop("attention_mask"))
-    return run_attention(config=config, context=context, **given)
+    context = AttentionContext(2, 5, 5, HEADS, DIM, attention_mask=attention_mask)
+    return run_attention(config=config, context=context, **qkv)
 
 
-def _softcapping(**changed: Any) -> Any:
-    given = {name: torch.randn(2, HEADS, 5, DIM) for name in "QKV"} | {"causal_mask": torch.zeros(5, 5)} | changed
+def _softcapping(**given: Any) -> Any:
     layer = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=4, attn_logit_softcapping=5.0))
     return slow_attention_softcapping(**given, self=layer, bsz=2, q_len=5)
 
 
-def _qkvpacked(**changed: Any) -> Any:
-    return attention_qkvpacked(**({"qkv": torch.randn(2, 5, 3, HEADS, DIM)} | changed))
-
-
-def _provider(**changed: Any) -> Any:
-    given = dict(zip(("query", "key", "value"), rows(), strict=True)) | {"attn_mask": torch.zeros(5, 9)} | changed
+def _provider(**given: Any) -> Any:
     with attention_provider("_native_math"):
         return attention_dispatch(**given)
 
 
-ENTRIES: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
-    _attention: {
-        **dict.fromkeys("qkv", (2, 5, HEADS, DIM)),
-        **{"bias": (5, 5), "mask": (5, 5), "alibi_slopes": (HEADS,), "sinks": (HEADS,)},
-    },
-    _bare: dict.fromkeys("qkv", (2, 5, HEADS, DIM)),
-    _packed: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (3,)),
-    _qkvpacked: {"qkv": (2, 5, 3, HEADS, DIM)},
-    _unsloth: {**dict.fromkeys("QKV", (2, HEADS, 5, DIM)), "attention_mask": (2, 1, 5, 5)},
-    _softcapping: {**dict.fromkeys("QKV", (2, HEADS, 5, DIM)), "causal_mask": (5, 5)},
-    _provider: {
-        "query": (2, HEADS, 5, DIM),
-        "key": (2, HEADS, 9, DIM),
-        "value": (2, HEADS, 9, DIM),
-        "attn_mask": (5, 9),
-    },
-    _paged: {
-        **{"q": (1, HEADS, DIM), "k_pages": (3, 4, HEADS, DIM), "v_pages": (3, 4, HEADS, DIM), "sinks": (HEADS,)},
-        **{"block_table": (1, 2), "seq_lens": (1,)},
-    },
-    _append: {
-        **{"k": (1, HEADS, DIM), "v": (1, HEADS, DIM), "k_pages": (3, 4, HEADS, DIM), "v_pages": (3, 4, HEADS, DIM)},
-        **{"block_table": (1, 2), "seq_lens": (1,)},
-    },
+def _three(names: str, *shape: int) -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name in names}
+
+
+QUERIES, TOKENS = torch.randn(1, HEADS, DIM), torch.tensor([0, 2, 5], dtype=torch.int32)
+POOLS = {name: torch.randn(3, 4, HEADS, DIM) for name in ("k_pages", "v_pages")}
+TABLES = {"block_table": torch.tensor([[0, 1]]).int(), "seq_lens": torch.tensor([3]).int()}
+PER_HEAD = {"alibi_slopes": torch.rand(HEADS), "sinks": torch.randn(HEADS)}
+ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "attention": (
+        attention,
+        {**_three("qkv", 2, 5, HEADS, DIM), "bias": torch.randn(5, 5), "mask": torch.ones(5, 5).bool(), **PER_HEAD},
+    ),
+    "bare": (attention, _three("qkv", 2, 5, HEADS, DIM)),
+    "packed": (_packed, {"cu_seqlens_q": TOKENS, "cu_seqlens_k": TOKENS}),
+    "qkvpacked": (attention_qkvpacked, {"qkv": torch.randn(2, 5, 3, HEADS, DIM)}),
+    "unsloth": (_unsloth, {**_three("QKV", 2, HEADS, 5, DIM), "attention_mask": torch.zeros(2, 1, 5, 5)}),
+    "softcapping": (_softcapping, {**_three("QKV", 2, HEADS, 5, DIM), "causal_mask": torch.zeros(5, 5)}),
+    "provider": (
+        _provider,
+        {**dict(zip(("query", "key", "value"), rows(), strict=True)), "attn_mask": torch.zeros(5, 9)},
+    ),
+    "paged": (paged_attention, {"q": QUERIES, **POOLS, **TABLES, "sinks": PER_HEAD["sinks"]}),
+    "append": (append_kv, {**POOLS, **TABLES, "k": QUERIES, "v": QUERIES}),
 }
-ARGUMENTS = [(entry, name) for entry, shapes in ENTRIES.items() for name in shapes]
-INTEGERS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens")
-
-
-def given(entry: Callable[..., Any], name: str) -> Tensor:
-    shape = ENTRIES[entry][name]
-    if name in INTEGERS:
-        return torch.tensor([0, 2, 5] if name.startswith("cu") else [[0, 1]] if len(shape) == 2 else [3]).int()
-    return torch.ones(shape, dtype=torch.bool if name == "mask" else torch.float32)
+"""Entry points, and the tensors of a good call."""
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_unchanged_calls_run(entry: Callable[..., Any]) -> None:
-    entry()
-    for name in ENTRIES[entry]:
-        entry(**{name: given(entry, name)})
+def test_the_unchanged_calls_run(entry: str) -> None:
+    function, given = ENTRIES[entry]
+    function(**given)
 
 
 @pytest.mark.parametrize("kind", [*SUBCLASSES, *LAYOUTS])
-@pytest.mark.parametrize(
-    ("entry", "name"), ARGUMENTS, ids=[f"{entry.__name__[1:]}-{name}" for entry, name in ARGUMENTS]
-)
-def test_every_other_entry_point_refuses_special_tensors_by_name(
-    entry: Callable[..., Any], name: str, kind: str
-) -> None:
-    tensor = given(entry, name)
+@pytest.mark.parametrize(("entry", "name"), [(entry, name) for entry, (_, given) in ENTRIES.items() for name in given])
+def test_every_other_entry_point_refuses_special_tensors_by_name(entry: str, name: str, kind: str) -> None:
+    function, given = ENTRIES[entry]
     try:
-        made = (SUBCLASSES | LAYOUTS)[kind](tensor)
+        made = (SUBCLASSES | LAYOUTS)[kind](given[name])
     except (RuntimeError, TypeError, IndexError):
         pytest.skip(f"torch has no {kind} tensor of this dtype and rank")
     with pytest.raises(SpecError, match=rf"{name}'?\]?: expected (a plain|a strided)"):
-        entry(**{name: made})
+        function(**given | {name: made})
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -343,10 +290,9 @@ def test_attention_reads_a_causal_bias(name: str, compiled: bool) -> None:
     assert torch.equal(call(causal_lower_right(5, 9)), attention(q, k, k, causal=True))
 
 
-@pytest.mark.parametrize("name", ["bias", "mask"])
-def test_other_functions_name_the_option_for_a_causal_bias(name: str) -> None:
+def test_other_functions_name_the_option_for_a_causal_bias() -> None:
     with pytest.raises(SpecError, match=r"attention_mask.*: .*CausalBias.*alignment"):
-        _unsloth(attention_mask=causal_upper_left(5, 5))
+        _unsloth(**ENTRIES["unsloth"][1] | {"attention_mask": causal_upper_left(5, 5)})
 
 
 def test_jagged_rows_run_as_the_error_says() -> None:

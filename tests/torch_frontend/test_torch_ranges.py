@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from own_process import in_its_own_process
+from observed_calls import leave_one_rank, one_rank
 from torch.profiler import ProfilerActivity, profile
 
 import attn_core
@@ -17,7 +17,7 @@ from attn_core import backends
 from attn_core.backends.shared.torch_ranges import Range, in_range_if_on
 from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
-from torch_frontend import SeqInfo, attention, attention_qkvpacked, paged_attention
+from torch_frontend import SeqInfo, attention, attention_qkvpacked, context_parallel_attention, paged_attention
 from torch_frontend.diffusers import installed
 from torch_frontend.dispatch import plan, ranges
 from torch_frontend.module import Attention
@@ -112,9 +112,12 @@ def train(name: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @every_call
-def test_torch_profiler_sees_both_directions(name: str) -> None:
-    both = [CALLS[name][1].replace("*", direction) for direction in ("forward", "backward")]
-    assert names_of(lambda: train(name, operands())) == both
+def test_torch_profiler_sees_both_directions_and_changes_no_bit(name: str) -> None:
+    expected, seen = train(name, operands()), []
+    names = names_of(lambda: seen.extend(train(name, operands())))
+    assert names == [CALLS[name][1].replace("*", direction) for direction in ("forward", "backward")]
+    for actual, desired in zip(seen, expected, strict=True):
+        assert torch.equal(actual, desired)
 
 
 @every_call
@@ -124,20 +127,15 @@ def test_torch_profiler_sees_a_call_without_gradients(name: str) -> None:
     assert seen == [CALLS[name][1].replace("*", "forward")]
 
 
-@every_call
-def test_a_profiler_changes_no_bit(name: str) -> None:
-    expected, seen = train(name, operands()), []
-    names_of(lambda: seen.extend(train(name, operands())))
-    for actual, desired in zip(seen, expected, strict=True):
-        assert torch.equal(actual, desired)
-
-
 @pytest.mark.parametrize("offsets", [None, torch.tensor([0, 1, 2], dtype=torch.int32)])
-def test_torch_profiler_sees_pages(offsets: Tensor | None) -> None:
-    pool = torch.randn(3, 4, 2, 16)
+def test_torch_profiler_and_nvtx_see_pages(offsets: Tensor | None, nvtx: list[str]) -> None:
+    q, pool = torch.randn(2, 4, 16), torch.randn(3, 4, 2, 16)
     call: dict[str, Any] = PAGES if offsets is None else PAGES | {"cu_seqlens_q": offsets, "max_len_q": 1}
-    seen = names_of(lambda: paged_attention(torch.randn(2, 4, 16), pool, pool, **call))
-    assert seen == ["attn.sdpa_flash forward b1 q2 kv8 h4:2 d16 f32 causal docs2 pages4"]
+    name = "attn.sdpa_flash forward b1 q2 kv8 h4:2 d16 f32 causal docs2 pages4"
+    assert names_of(lambda: paged_attention(q, pool, pool, **call)) == [name]
+    with attn_core.ranges(True):
+        paged_attention(q, pool, pool, **call)
+    assert nvtx == [name, "pop"]
 
 
 @pytest.mark.parametrize("backend", ["sdpa_flash", "math"])
@@ -224,13 +222,6 @@ def test_nvtx_gets_both_directions_if_ranges_are_on(name: str, nvtx: list[str]) 
     assert nvtx == [forward, "pop", backward, "pop"]
 
 
-def test_nvtx_gets_pages(nvtx: list[str]) -> None:
-    pool = torch.randn(3, 4, 2, 16)
-    with attn_core.ranges(True):
-        paged_attention(torch.randn(2, 4, 16), pool, pool, **PAGES)
-    assert nvtx == ["attn.sdpa_flash forward b1 q2 kv8 h4:2 d16 f32 causal docs2 pages4", "pop"]
-
-
 @pytest.mark.parametrize("backend", ["sdpa_flash", "math"])
 def test_the_backward_on_another_thread_has_its_range(backend: str, nvtx: list[str]) -> None:
     """As on a GPU, whose backwards run on a thread of autograd, and after the block of the switch."""
@@ -295,29 +286,16 @@ def test_a_tile_is_a_range_whenever_somebody_listens(nvtx: list[str]) -> None:
     assert nvtx == [name, "pop"]
 
 
-ONE_RANK = """
-import torch
-from torch import distributed
-from torch.profiler import profile
-import attn_core
-from torch_frontend import context_parallel_attention
-
-distributed.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
-mesh = distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
-q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = print, lambda: print("pop")
-with attn_core.ranges(True):
-    loss = context_parallel_attention(q, k, v, mesh=mesh, causal=True).sum()
-loss.backward()
-with profile() as record:
-    context_parallel_attention(q, k, v, mesh=mesh, causal=True).sum().backward()
-print(*(event.name for event in record.events() if event.name.startswith("attn.")), sep="\\n")
-distributed.destroy_process_group()
-"""
-
-
-def test_context_parallelism_has_a_range_for_each_tile(tmp_path: Path) -> None:
-    done = in_its_own_process(ONE_RANK.format(store=tmp_path / "store"))
+def test_context_parallelism_has_a_range_for_each_tile(nvtx: list[str]) -> None:
+    q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     sizes = "b1 q64 kv64 h4:2 d16 f32 causal partial"
     forward, backward = (f"attn.sdpa_flash {direction} {sizes}" for direction in ("forward", "backward"))
-    assert done.stdout.splitlines() == [forward, "pop", backward, "pop", forward, backward], done.stderr
+    try:
+        call = partial(context_parallel_attention, q, k, v, mesh=one_rank(), causal=True)
+        with attn_core.ranges(True):
+            loss = call().sum()
+        loss.backward()
+        assert nvtx == [forward, "pop", backward, "pop"]
+        assert names_of(lambda: call().sum().backward()) == [forward, backward]
+    finally:
+        leave_one_rank()

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
+from unsloth_rows import attend_as_unsloth
 
+import torch_frontend
 from attn_core.errors import SpecError
 from attn_core.paged.step import Step
 from torch_frontend import (
@@ -30,12 +32,7 @@ from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.flash_attn import flash_attn_with_kvcache
 from torch_frontend.huggingface.attention import attend
 from torch_frontend.module import Attention
-from torch_frontend.unsloth import (
-    AttentionConfig,
-    AttentionContext,
-    run_attention,
-    slow_attention_softcapping,
-)
+from torch_frontend.unsloth import slow_attention_softcapping
 
 pytestmark = pytest.mark.sampled
 
@@ -68,12 +65,6 @@ def _heads_first(x: Tensor) -> list[Tensor]:
 def _pools(x: Tensor) -> tuple[Tensor, Tensor]:
     pool = x.new_zeros(3, 4, HEADS, DIM)
     return pool, pool + 0.5
-
-
-def _unsloth(x: Tensor, **context: Any) -> Tensor:
-    q, k, v = _heads_first(x)
-    made = AttentionContext(2, TOKENS // 2, TOKENS // 2, HEADS, DIM, **context)
-    return run_attention(config=AttentionConfig("sdpa", HEADS, 1), context=made, Q=q, K=k, V=v)
 
 
 def _softcapping(x: Tensor) -> Tensor:
@@ -135,11 +126,12 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
         sinks=x.new_ones(HEADS),
     ),
     "attention, lse": lambda x: attention(*_rows(x), causal=True, return_lse=True)[1],
+    "attention, lse of capped scores": lambda x: attention(*_rows(x), causal=True, softcap=5.0, return_lse=True)[1],
     "attention, dropout": lambda x: attention(*_rows(x), dropout=0.5),
     "attention, packed": lambda x: attention(*_tokens(x), causal=True, seq_info=DOCUMENTS),
     "attention_qkvpacked": lambda x: attention_qkvpacked(torch.stack(_rows(x), 2), causal=True),
-    "run_attention": _unsloth,
-    "run_attention, packed": lambda x: _unsloth(x, seq_info=DOCUMENTS),
+    "run_attention": lambda x: attend_as_unsloth(torch_frontend, *_rows(x)),
+    "run_attention, packed": lambda x: attend_as_unsloth(torch_frontend, *_rows(x), seq_info=DOCUMENTS),
     "slow_attention_softcapping": _softcapping,
     "torch's place": _in_place,
     "attention_dispatch": lambda x: attention_dispatch(*_heads_first(x), is_causal=True),
@@ -396,4 +388,4 @@ def test_the_default_dtype_changes_nothing(entry: str, default_dtype: None) -> N
     expected = call(x)
     torch.set_default_dtype(own)
     assert actual.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual, expected)
