@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
+from reference_calls import reference_call
 
 import torch_frontend
 from attn_core import DTypeError, NoBackendError, SeqInfo, ShapeError, SpecError
+from attn_core.correctness import reference
 
 pytestmark = pytest.mark.sampled
 
@@ -41,35 +43,22 @@ def module(f: Framework, name: str = "") -> Any:
 
 
 def run(f: Framework, function: str, *arrays: Any, of: str = "", **keywords: Any) -> Any:
-    """The results of a function, numpy in and numpy out."""
+    """The results of a function, numpy or None in and out."""
     passed = [f.array(value) if isinstance(value, np.ndarray) else value for value in arrays]
     named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in keywords.items()}
     results = getattr(module(f, of), function)(*passed, **named)
-    return tuple(as_numpy(each) for each in results) if isinstance(results, tuple) else as_numpy(results)
+    if not isinstance(results, tuple):
+        return as_numpy(results)
+    return tuple(None if each is None else as_numpy(each) for each in results)
 
 
 def expected(
     q: Any, k: Any, v: Any, causal: bool = False, window: Any = (-1, -1), softcap: float = 0.0, slopes: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, log-sum-exp) of one row in float64: q ``[queries, heads, dim]``, keys likewise, slopes ``[heads]``."""
-    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
-    if softcap:
-        scores = softcap * np.tanh(scores / softcap)
-    at = np.arange(len(q))[:, None] + len(k) - len(q)
-    key = np.arange(len(k))
-    if slopes is not None:
-        scores = scores - np.asarray(slopes, np.float64)[:, None, None] * abs(at - key)
-    seen = (key <= at) if causal else np.ones((len(q), len(k)), bool)
-    seen = seen & ((window[0] < 0) | (key >= at - window[0])) & ((window[1] < 0) | (key <= at + window[1]))
-    weights = np.where(seen, np.exp(scores), 0)
-    total = weights.sum(-1)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total)
-    out = np.einsum("hqk,khd->qhd", weights / np.where(total == 0, 1, total)[..., None], v)
-    return out, lse
+    options = {"causal": causal, "window": tuple(None if n < 0 else n for n in window), "softcap": softcap or None}
+    out, lse = reference.forward(*reference_call(q[None], k[None], v[None], slopes=slopes, **options))
+    return out[0], lse[0]
 
 
 def rows(*, batch: int = BATCH, q_len: int = Q_LEN, kv_len: int = KV_LEN) -> tuple[np.ndarray, ...]:
@@ -447,13 +436,7 @@ def test_the_functions_of_hopper(f: Framework) -> None:
 
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_the_functions_of_cute(f: Framework) -> None:
-    def call(function: str, *arrays: Any, **how: Any) -> list[Any]:
-        passed = [f.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
-        named = {key: f.array(a) if isinstance(a, np.ndarray) else a for key, a in how.items()}
-        return [
-            None if each is None else as_numpy(each) for each in getattr(module(f, ".cute"), function)(*passed, **named)
-        ]
-
+    call = partial(run, f, of=".cute")
     q, k, v = rows()
     out, lse = call("flash_attn_func", q, k, v, causal=True)
     assert lse is None
@@ -562,6 +545,26 @@ def angles(width: int, rotations: int = 9) -> dict[str, np.ndarray]:
 
 
 TABLE = ints([0], [1])
+
+
+@pytest.mark.parametrize("more", [{}, {"alibi_slopes": draw(HEADS)}, {"cache_leftpad": ints(1, 0)}], ids=str)
+def test_a_call_that_no_backend_can_run_writes_nothing(more: dict[str, Any]) -> None:
+    """Before and after the same call ran on another backend, whose checks are not made again."""
+    caches = [torch.from_numpy(draw(BATCH, KV_LEN, KV_HEADS, DIM, seed=seed)) for seed in (1, 2)]
+    tensors = [torch.from_numpy(draw(BATCH, 1, heads, DIM)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    named = {name: torch.from_numpy(value) for name, value in {"cache_seqlens": ints(3, 4), **more}.items()}
+    before = [cache.clone() for cache in caches]
+    call = partial(module(TORCH).flash_attn_with_kvcache, tensors[0], *caches, *tensors[1:], causal=True, **named)
+    for _ in range(2):
+        with torch_frontend.use_backend("triton_splitkv"), pytest.raises(NoBackendError):
+            call()
+        assert all(map(torch.equal, caches, before))
+        call()
+        assert not any(map(torch.equal, caches, before))
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+
+
 BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": new()["k"], "cache_seqlens": 3}, SpecError, r"^v: expected the new tokens beside k, got None"),
     (new(), SpecError, r"^cache_seqlens: expected the tokens in the cache"),
@@ -590,23 +593,6 @@ BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_splits": "two"}, SpecError, r"^num_splits='two': expected an int"),
     ({"return_softmax_lse": 1}, SpecError, r"^return_softmax_lse=1: expected True or False"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "says"), BAD_CACHES, ids=lambda value: value if isinstance(value, str) else ""
-)
-@pytest.mark.parametrize("f", BOTH, ids=str)
-def test_bad_arguments_of_caches_write_nothing(f: Framework, how: Any, error: Any, says: str) -> None:
-    q, *caches = rows(q_len=1)
-    pair = [f.array(cache) for cache in caches]
-    named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in how.items()}
-    with pytest.raises(error, match=says) as raised:
-        module(f).flash_attn_with_kvcache(f.array(q), *pair, **named)
-    assert raised.value.__context__ is None or raised.value.__suppress_context__
-    for cache, before in zip(pair, caches, strict=True):
-        np.testing.assert_array_equal(as_numpy(cache), before)
-
-
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_size": (3, -2)}, SpecError, r"^window_size=\(3, -2\)"),
     ({"window_size": 4}, SpecError, r"^window_size=4: expected a pair"),
@@ -617,59 +603,49 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"return_attn_probs": 1}, SpecError, r"^return_attn_probs=1"),
     ({"k": draw(BATCH, KV_LEN, 4, DIM)}, ShapeError, r"^v: expected the heads of k"),
 ]
-
-
-@pytest.mark.parametrize("more", [{}, {"alibi_slopes": draw(HEADS)}, {"cache_leftpad": ints(1, 0)}], ids=str)
-def test_a_call_that_no_backend_can_run_writes_nothing(more: dict[str, Any]) -> None:
-    """Before and after the same call ran on another backend, whose checks are not made again."""
-    caches = [torch.from_numpy(draw(BATCH, KV_LEN, KV_HEADS, DIM, seed=seed)) for seed in (1, 2)]
-    tensors = [torch.from_numpy(draw(BATCH, 1, heads, DIM)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    named = {name: torch.from_numpy(value) for name, value in {"cache_seqlens": ints(3, 4), **more}.items()}
-    before = [cache.clone() for cache in caches]
-    call = partial(module(TORCH).flash_attn_with_kvcache, tensors[0], *caches, *tensors[1:], causal=True, **named)
-    for _ in range(2):
-        with torch_frontend.use_backend("triton_splitkv"), pytest.raises(NoBackendError):
-            call()
-        assert all(map(torch.equal, caches, before))
-        call()
-        assert not any(map(torch.equal, caches, before))
-        for cache, old in zip(caches, before, strict=True):
-            cache.copy_(old)
-
-
-@pytest.mark.parametrize(("how", "error", "says"), BAD_CALLS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("f", BOTH, ids=str)
-def test_bad_arguments(f: Framework, how: Any, error: Any, says: str) -> None:
-    with pytest.raises(error, match=says):
-        run(f, "flash_attn_func", **{**dict(zip("qkv", rows(), strict=True)), **how})
-
-
-BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"max_seqlen_q": 2.0}, r"^max_seqlen_q=2.0: expected .* an int32 on the host"),
-    ({"max_seqlen_k": 3}, r"^(max_seqlen_k|cu_seqlens_k)"),
-    ({"cu_seqlens_q": ints(0, 3, 2, 5, 11)}, r"^cu_seqlens_q"),
-    ({"cu_seqlens_k": ints(0, 2)}, r"^cu_seqlens_k"),
-    ({"dropout_p": 0.5, "block_table": np.zeros((4, 1), np.int32)}, r"^dropout_p=0.5: expected 0 with block_table"),
-    ({"alibi_slopes": draw(3, HEADS)}, r"^alibi_slopes: expected .*\[documents, heads\] = \[4, 6\], got \[3, 6\]"),
+PAGES = np.zeros((6, 4, KV_HEADS, DIM), np.int8)
+INT8 = {"k": PAGES, "v": PAGES, "block_table": np.zeros((4, 3), np.int32)}
+BAD_DOCUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_seqlen_q": 2.0}, SpecError, r"^max_seqlen_q=2.0: expected .* an int32 on the host"),
+    ({"max_seqlen_k": 3}, SpecError, r"^(max_seqlen_k|cu_seqlens_k)"),
+    ({"cu_seqlens_q": ints(0, 3, 2, 5, 11)}, SpecError, r"^cu_seqlens_q"),
+    ({"cu_seqlens_k": ints(0, 2)}, SpecError, r"^cu_seqlens_k"),
+    (
+        {"dropout_p": 0.5, "block_table": np.zeros((4, 1), np.int32)},
+        SpecError,
+        r"^dropout_p=0.5: expected 0 with block_table",
+    ),
+    (
+        {"alibi_slopes": draw(3, HEADS)},
+        SpecError,
+        r"^alibi_slopes: expected .*\[documents, heads\] = \[4, 6\], got \[3, 6\]",
+    ),
+    (INT8, DTypeError, r"^k: expected the dtype of q, .*float32, got .*int8; cast it"),
 ]
+DOCUMENTS = dict(zip("qkv", (array[0] for array in rows(batch=1, q_len=11, kv_len=13)), strict=True))
+DOCUMENTS |= {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 6, "max_seqlen_k": 9}
+BAD: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    # by the function: a good call, and what makes it a bad one
+    "flash_attn_with_kvcache": (dict(zip(("q", "k_cache", "v_cache"), rows(q_len=1), strict=True)), BAD_CACHES),
+    "flash_attn_func": (dict(zip("qkv", rows(), strict=True)), BAD_CALLS),
+    "flash_attn_varlen_func": (DOCUMENTS, BAD_DOCUMENTS),
+}
 
 
-@pytest.mark.parametrize(("how", "says"), BAD_DOCUMENTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("function", "how", "error", "says"),
+    [(function, *change) for function, (_, changes) in BAD.items() for change in changes],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 @pytest.mark.parametrize("f", BOTH, ids=str)
-def test_bad_documents(f: Framework, how: Any, says: str) -> None:
-    good = dict(zip("qkv", (array[0] for array in rows(batch=1, q_len=11, kv_len=13)), strict=True))
-    good |= {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 6, "max_seqlen_k": 9}
-    with pytest.raises(SpecError, match=says):
-        run(f, "flash_attn_varlen_func", **{**good, **how})
-
-
-@pytest.mark.parametrize("f", BOTH, ids=str)
-def test_pages_of_documents_have_the_dtype_of_q(f: Framework) -> None:
-    pages = f.array(np.zeros((6, 4, KV_HEADS, 8)), "int8")
-    good = {"q": draw(11, HEADS, 8), "k": pages, "v": pages, "block_table": np.zeros((4, 3), np.int32)}
-    good |= {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 6, "max_seqlen_k": 9}
-    with pytest.raises(DTypeError, match=r"^k: expected the dtype of q, .*float32, got .*int8; cast it"):
-        run(f, "flash_attn_varlen_func", **good)
+def test_bad_arguments_write_nothing(f: Framework, function: str, how: Any, error: Any, says: str) -> None:
+    given = BAD[function][0] | how
+    named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in given.items()}
+    with pytest.raises(error, match=says) as raised:
+        getattr(module(f), function)(**named)
+    assert raised.value.__context__ is None or raised.value.__suppress_context__
+    for key, value in named.items():
+        np.testing.assert_array_equal(as_numpy(value) if isinstance(given[key], np.ndarray) else value, given[key])
 
 
 REFUSED = {
