@@ -77,3 +77,24 @@ def draw_weights(model: Any, noise: float) -> Any:
             else:
                 parameter.add_(drawn * noise)
     return model
+
+
+def check_gradients(ours: Any, eager: Any, rounding: float = 0.0) -> None:
+    """Compares the gradient of every parameter of two models.
+
+    Args:
+        rounding: the share of the largest gradient that a gradient may differ by: that of a bias of keys is 0 in exact
+            arithmetic.
+    """
+    largest = max(float(each.grad.abs().max()) for each in eager.parameters() if each.grad is not None)
+    for (name, other), (_, parameter) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        if parameter.grad is None:
+            assert other.grad is None, name
+            continue
+        torch.testing.assert_close(
+            other.grad,
+            parameter.grad,
+            rtol=1e-3,
+            atol=1e-4 * float(parameter.grad.abs().max()) + 1e-7 + rounding * largest,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
