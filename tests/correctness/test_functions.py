@@ -57,8 +57,9 @@ def on(device: str, framework: str, backend: str) -> None:
 
 
 @pytest.mark.on_gpus(only=lambda name, **_: name in OF_FLEX or "learned" in name)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("backend", ["math", "jax_xla", "flex"])
+@pytest.mark.parametrize(
+    ("backend", "framework"), [("math", "torch"), ("jax_xla", "jax"), ("flex", "torch"), ("flex", "jax")]
+)  # math has the same bits in JAX
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_match_the_oracle(name: str, backend: str, framework: str, device: str) -> None:
     on(device, framework, backend)

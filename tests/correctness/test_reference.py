@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, Case, altered, fill, make
+from spec_strategies import LEARNED, learned_call
 
 from attn_core import AttentionSpec
 from attn_core.call.arithmetic import dropout_keeps
-from attn_core.call.functions import aux_of
+from attn_core.call.functions import AUX, aux_of
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
 from attn_core.expressions import Expression
@@ -189,20 +192,33 @@ def test_forward_matches_loops_in_any_combination(case):
 # Gradients
 
 
+def learned_case(name: str, **options: Any) -> Case:
+    """The case of a call whose score function reads arrays with gradients."""
+    call = learned_call(name, **options)
+    return Case(call.spec, call.inputs, call.dout, call.dlse)
+
+
 def loss(case: Case, inputs: Inputs) -> float:
     out, lse = reference.forward(case.spec, inputs)
     return float((out * case.dout).sum() + (np.where(np.isfinite(lse), lse, 0.0) * case.dlse).sum())
 
 
-@pytest.mark.parametrize("name", FEATURES)
+ALL_OPTIONS = {"causal": True, "softcap": 2.0, "sinks": True, "bias_shape": (1, 4, 7, 7), "bias_gradient": True}
+DIFFERENTIATED: dict[str, Callable[[], Case]] = {
+    **{name: partial(make, features, seed=1) for name, features in FEATURES.items()},
+    **{f"{name}, learned": partial(learned_case, name) for name in LEARNED},
+    **{f"{name}, learned, with options": partial(learned_case, name, **ALL_OPTIONS) for name in LEARNED},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_backward_matches_finite_differences(name):
-    case = make(FEATURES[name], seed=1)
+    case = DIFFERENTIATED[name]()
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
     random = np.random.default_rng(2)
-    sources = ("q", "k", "v", "bias", "sinks")
-    for source, gradient in zip(sources, gradients[:5], strict=True):  # the arrays': test_aux_gradients
-        value = getattr(case.inputs, source)
+    for source in ("q", "k", "v", "bias", "sinks", *(AUX[number] for number in case.spec.aux_gradients)):
+        value, gradient = getattr(case.inputs, source), getattr(gradients, f"d{source}")
         assert (gradient is None) == (value is None)
         if value is None:
             continue
