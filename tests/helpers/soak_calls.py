@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -16,7 +15,6 @@ from attn_core.errors import LayoutWarning
 from torch_frontend import PagedKVCache, SeqInfo, attention, attention_qkvpacked, use_backend
 
 Tensor = torch.Tensor
-Draw = Callable[[], Any]
 
 DTYPES = {"cpu": (torch.float32, torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.bfloat16)}
 HEADS = {"cpu": ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2)), "cuda": ((4, 4), (8, 2))}
