@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from collections.abc import Iterator
@@ -405,37 +404,6 @@ def test_blocks_of_two_threads_overlap() -> None:
     thread.join(300)
     assert seen == [True, True]
     assert not is_installed()
-
-
-def test_threads_and_tasks_choose_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = built("flux", "cpu")
-    ran: dict[str, set[str]] = {}
-
-    def run(name: str) -> None:
-        with use_backend(name), installed(), torch.no_grad():
-            before = len(log)
-            model(**inputs)
-            ran[name] = set(log[before:])
-
-    async def task(name: str) -> None:
-        with use_backend(name), installed():
-            await asyncio.sleep(0.01)
-            run_here = len(log)
-            with torch.no_grad():
-                model(**inputs)
-            ran[f"task {name}"] = set(log[run_here:])
-
-    async def tasks() -> None:
-        await asyncio.gather(task("math"), task("flex"))
-
-    with watched(monkeypatch) as (log, returned):
-        asyncio.run(tasks())
-        for name in ("math", "flex"):
-            with use_backend("sdpa_flash"):  # not the thread's
-                thread = threading.Thread(target=run, args=(name,))
-                thread.start()
-                thread.join(300)
-    assert ran == {"task math": {"math"}, "task flex": {"flex"}, "math": {"math"}, "flex": {"flex"}} and not returned
 
 
 def test_the_function_of_another_library_is_not_replaced() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import re
-import threading
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -305,62 +303,6 @@ def test_torchs_own_switches_are_heeded(patched: None, off: str, device: str) ->
         assert ran == ["sdpa_flash"] if device == "cpu" else len(ran) == 1
 
 
-def encoder(device: str) -> Any:
-    layer = torch.nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True).to(device)
-    x, padding = torch.randn(3, 7, 24).to(device), torch.zeros(3, 7, dtype=torch.bool, device=device)
-    padding[0, 5:] = True
-    return layer, lambda: layer(x, src_key_padding_mask=padding)
-
-
-def encoder_and_decoder(device: str) -> Any:
-    model = torch.nn.Transformer(24, 4, 1, 1, 32, dropout=0.0, batch_first=True).to(device)
-    source, target = torch.randn(2, 7, 24).to(device), torch.randn(2, 5, 24).to(device)
-    causal = model.generate_square_subsequent_mask(5, device=device)
-    return model, lambda: model(source, target, tgt_mask=causal, tgt_is_causal=True)
-
-
-def llama(device: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=31, num_hidden_layers=2, attn_implementation="sdpa", **sizes)
-    model, ids = transformers.LlamaForCausalLM(config).to(device), torch.arange(14, device=device).reshape(2, 7)
-    keep = torch.ones(2, 7, dtype=torch.int64, device=device)
-    keep[0, :3] = 0  # left padding
-    return model, lambda: model(ids, attention_mask=keep).logits[:, 3:]
-
-
-@pytest.mark.parametrize("make", [encoder, encoder_and_decoder, llama], ids=lambda make: make.__name__)
-def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
-    """They call torch's function by its module's name."""
-    torch.manual_seed(0)
-    model, run = make(device)
-
-    def step() -> list[torch.Tensor]:
-        model.zero_grad()
-        out = run()
-        out.square().sum().backward()
-        return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-    before, original = step(), F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attention_dispatch
-    try:
-        with spied() as ran:
-            during = step()
-            assert ran
-        with attention_provider("_native_math"):
-            on_math = step()
-    finally:
-        F.scaled_dot_product_attention = original
-    after = step()
-    same = torch.equal if device == "cpu" else torch.allclose  # a GPU's sums may be in any order
-    assert all(same(one, other) for one, other in zip(before, after, strict=True))
-    for found in (during, on_math):
-        for one, other in zip(before, found, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
-    assert providers.stated_provider() is None
-    assert original is TORCH_ATTENTION
-
-
 def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
     plain, module = (
         importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.tensor_kinds", "finetrainers")
@@ -470,45 +412,6 @@ def enter(words: list[str], function: Any) -> Any:
 def test_use_backend_never_falls_back_to_torchs_own(device: str) -> None:
     with use_backend("flash4"), pytest.raises(NoBackendError, match="flash4"):
         attention_dispatch(*tensors(device=device), enable_gqa=True)
-
-
-def test_threads_have_providers_of_their_own() -> None:
-    together, found = threading.Barrier(3), {}
-
-    def run(word: str) -> None:
-        with attention_provider(word):
-            together.wait(300)
-            found[word] = providers.stated_provider()
-            together.wait(300)
-
-    with attention_provider("flash"):
-        threads = [threading.Thread(target=run, args=(word,)) for word in ("flex", "native")]
-        [thread.start() for thread in threads]
-        together.wait(300)
-        found["here"] = providers.stated_provider()
-        together.wait(300)
-        [thread.join() for thread in threads]
-    assert found == {"flex": "flex", "native": "native", "here": "flash"}
-    assert providers.stated_provider() is None
-
-
-def test_tasks_have_providers_of_their_own() -> None:
-    q, k, v = tensors()
-
-    async def run(word: str, ran: list[str]) -> tuple[str, str]:
-        with attention_provider(word):
-            await asyncio.sleep(0.01)
-            attention_dispatch(q, k, v, enable_gqa=True)
-            used = ran[-1]
-            await asyncio.sleep(0.01)
-            return word, used
-
-    async def all_of_them(ran: list[str]) -> list[tuple[str, str]]:
-        return await asyncio.gather(*(run(word, ran) for word in ("_native_math", "flex", "_native_flash")))
-
-    with spied() as ran:
-        found = dict(asyncio.run(all_of_them(ran)))
-    assert found == {"_native_math": "math", "flex": "flex", "_native_flash": "sdpa_flash"}
 
 
 def imported_again() -> Any:
