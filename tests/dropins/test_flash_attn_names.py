@@ -44,9 +44,8 @@ def module(f: Framework, name: str = "") -> Any:
 
 def run(f: Framework, function: str, *arrays: Any, of: str = "", **keywords: Any) -> Any:
     """The results of a function, numpy or None in and out."""
-    passed = [f.array(value) if isinstance(value, np.ndarray) else value for value in arrays]
-    named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in keywords.items()}
-    results = getattr(module(f, of), function)(*passed, **named)
+    passed = f.arrays(dict(enumerate(arrays))).values()
+    results = getattr(module(f, of), function)(*passed, **f.arrays(keywords))
     if not isinstance(results, tuple):
         return as_numpy(results)
     return tuple(None if each is None else as_numpy(each) for each in results)
@@ -149,34 +148,21 @@ def test_documents(f: Framework, name: str) -> None:
     close(run(f, "flash_attn_varlen_func", q, *pools, *lengths, **call, block_table=table), out)
 
 
-def test_gradients() -> None:
-    """torch's and JAX's gradients, beside torch's own attention in float64."""
-    arrays = rows()
-    leaves = [torch.from_numpy(array).double().requires_grad_() for array in arrays]
-    wide = [leaf.transpose(1, 2) for leaf in leaves]
-    mask = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool).tril(KV_LEN - Q_LEN)
-    out = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
-    right = torch.autograd.grad(out.square().sum(), leaves)
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_gradients(f: Framework) -> None:
+    arrays = dict(zip("qkv", rows(), strict=True))
+    spec, inputs = reference_call(*arrays.values(), causal=True, needs_backward=True)
+    out, lse = reference.forward(spec, inputs)
+    found = f.gradients(partial(module(f).flash_attn_func, causal=True), arrays)
+    for actual, exact in zip(found, (out, *reference.backward(spec, inputs, out, lse, out)[:3]), strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=5e-6)
 
-    mine = [torch.from_numpy(array).requires_grad_() for array in arrays]
-    result = module(TORCH).flash_attn_func(*mine, causal=True)
-    for actual, exact in zip(torch.autograd.grad(result.square().sum(), mine), right, strict=True):
-        torch.testing.assert_close(actual.double(), exact, rtol=2e-5, atol=1e-5)
-
-    def total(*arrays: Any) -> Any:
-        return (module(JAX).flash_attn_func(*arrays, causal=True) ** 2).sum()
-
-    for actual, exact in zip(jax.grad(total, (0, 1, 2))(*map(JAX.array, arrays)), right, strict=True):
-        np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=1e-5)
-
-    qkv = torch.from_numpy(draw(5, 3, HEADS, DIM)).requires_grad_()
-    offsets = torch.from_numpy(ints(0, 2, 5))
-    packed = module(TORCH).flash_attn_varlen_qkvpacked_func(qkv, offsets, 3, causal=True)
-    (gradient,) = torch.autograd.grad(packed.square().sum(), qkv)
-    parts = [qkv[start:stop].unsqueeze(0) for start, stop in ((0, 2), (2, 5))]
-    alone = [module(TORCH).flash_attn_qkvpacked_func(part, causal=True) for part in parts]
-    (exact,) = torch.autograd.grad(sum(each.square().sum() for each in alone), qkv)
-    torch.testing.assert_close(gradient, exact, rtol=2e-5, atol=1e-5)
+    qkv, offsets = draw(5, 3, HEADS, DIM), f.array(ints(0, 2, 5))
+    packed = lambda qkv: module(f).flash_attn_varlen_qkvpacked_func(qkv, offsets, 3, causal=True)  # noqa: E731
+    alone = partial(module(f).flash_attn_qkvpacked_func, causal=True)
+    parts = [f.gradients(alone, {"qkv": part[None]}) for part in (qkv[:2], qkv[2:])]
+    for actual, *exact in zip(f.gradients(packed, {"qkv": qkv}), *parts, strict=True):
+        np.testing.assert_allclose(actual, np.concatenate([each[0] for each in exact]), rtol=2e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("f", BOTH, ids=str)
@@ -374,10 +360,7 @@ def test_caches(f: Framework, name: str, form: str) -> None:
         how |= {"rotary_cos": cos, "rotary_sin": sin}
     pair = [f.array(cache) for cache in caches]
     tokens = {"k": fresh[0], "v": fresh[1]} if new else {}
-    call_arrays = {
-        key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in {**tokens, **how}.items()
-    }
-    results = module(f).flash_attn_with_kvcache(f.array(q), *pair, **call_arrays)
+    results = module(f).flash_attn_with_kvcache(f.array(q), *pair, **f.arrays({**tokens, **how}))
     out, lse = map(as_numpy, results[:2])
     after = [as_numpy(each)[where] for each in (pair if f is TORCH else results[2:])]
     for row in range(BATCH):
@@ -640,7 +623,7 @@ BAD: dict[str, tuple[dict[str, Any], list[Any]]] = {
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_bad_arguments_write_nothing(f: Framework, function: str, how: Any, error: Any, says: str) -> None:
     given = BAD[function][0] | how
-    named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in given.items()}
+    named = f.arrays(given)
     with pytest.raises(error, match=says) as raised:
         getattr(module(f), function)(**named)
     assert raised.value.__context__ is None or raised.value.__suppress_context__

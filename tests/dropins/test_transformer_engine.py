@@ -20,6 +20,8 @@ from reference_calls import attended
 from attn_core.errors import ShapeError, SpecError
 from examples.hosts.transformer_engine_attention import fused_attn
 
+pytestmark = pytest.mark.sampled
+
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
 NONE = np.zeros(0)
 TYPES = ("PADDING_MASK", "PADDING_CAUSAL_MASK", "PADDING_CAUSAL_BOTTOM_RIGHT_MASK")
