@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import torch
 from both_frontends import (
     COMPILED_ON_GPUS,
@@ -33,6 +32,7 @@ from both_frontends import (
     with_every_token,
 )
 from hypothesis import HealthCheck, assume, given, settings
+from oracle_cases import rounded
 from spec_strategies import SIGNATURES, Call, calls, compiled_calls, few_numbers, make_call
 
 import jax_frontend
@@ -189,38 +189,12 @@ def test_torch_with_and_without_gradients_gives_the_same_bits(backend: str) -> N
         assert same_bits({"out": trained["out"]}, inferred) == []
 
 
-def differing_results(
-    backend: str, dtype: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
-) -> list[str]:
-    """The names of results that differ between torch and JAX on arrays of exactly these bits."""
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return (
-            torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.tensor(array)
-        )
-
-    def plain(value: torch.Tensor) -> np.ndarray:
-        value = value.detach().contiguous()
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if dtype == "bfloat16" else value.numpy()
-
-    def results(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
-        out, pull = jax.vjp(partial(jax_frontend.attention, causal=True, backend=backend), q, k, v)
-        return (out, *pull(dout))
-
-    learned = [tensor(array).requires_grad_() for array in (q, k, v)]
-    out = torch_frontend.attention(*learned, causal=True, backend=backend)
-    ours = (out, *torch.autograd.grad(out, learned, tensor(dout)))
-    with jax.enable_x64(dtype == "float64"):
-        theirs = jax.jit(results)(*map(jnp.array, (q, k, v, dout)))
-        names = ("out", "dq", "dk", "dv")
-        return same_bits(dict(zip(names, map(plain, ours))), dict(zip(names, map(np.asarray, theirs))))
-
-
-def random_arrays(dtype: str, values: float, gradients: float) -> list[np.ndarray]:
-    """q, k, v and dout ``[1, 9, 2, 16]``: standard normal, v and dout times a power of two far from 1."""
-    random, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    factors = (1.0, 1.0, values, gradients)
-    return [(random.normal(size=(1, 9, 2, 16)) * factor).astype(kind) for factor in factors]
+def scaled(dtype: str, values: float, gradients: float) -> Call:
+    """A call whose v and dout are standard normal times a power of two far from 1."""
+    sizes = {"batch": 1, "q_len": 9, "kv_len": 9, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    call = make_call(**sizes, dtype=dtype, causal=True, needs_backward=True)
+    v, dout = rounded(call.inputs.v * values, dtype), rounded(call.dout * gradients, dtype)
+    return replace(call, inputs=call.inputs._replace(v=v), dout=dout)
 
 
 TRAINABLE = [name for name in ON_CPU if backends.load(name).backward_claims is not None]
@@ -230,17 +204,18 @@ TRAINABLE = [name for name in ON_CPU if backends.load(name).backward_claims is n
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_large_and_signed_values_give_the_same_bits(backend: str, dtype: str) -> None:
     large = 2.0**10 if dtype == "float16" else 2.0**100
-    q, k, v, dout = random_arrays(dtype, large, large)
-    v[:, ::2], dout[:, 1::2] = -0.0, -0.0
-    assert differing_results(backend, dtype, q, k, v, dout) == []
+    call = scaled(dtype, large, large)
+    call.inputs.v[:, ::2], call.dout[:, 1::2] = -0.0, -0.0
+    assert same_bits(*(run(framework, call, backend) for framework in FRAMEWORKS)) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_subnormal_values_give_the_same_bits(backend: str, dtype: str) -> None:
     tiny = 2.0**-1025 if dtype == "float64" else 2.0**-128
-    assert differing_results(backend, dtype, *random_arrays(dtype, tiny, 1.0)) == []
-    assert differing_results(backend, dtype, *random_arrays(dtype, 1.0, tiny)) == []
+    for factors in ((tiny, 1.0), (1.0, tiny)):
+        call = scaled(dtype, *factors)
+        assert same_bits(*(run(framework, call, backend) for framework in FRAMEWORKS)) == []
 
 
 CALLS_ON_GPUS: dict[str, tuple[dict[str, Any], ...]] = {
