@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +16,18 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
 import same_bits_calls
+import torch
 from both_frontends import module_on
+from frameworks import BOTH, JAX, Framework
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, document, packed, pages
 
+import jax_frontend
+import torch_frontend
 from attn_core import NoBackendError, SpecError, backends
 from attn_core.backends.math import fixed_tiles
 
@@ -201,19 +209,6 @@ def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
     check_padding(backend)
 
 
-def test_a_tile_that_the_padding_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the size of a tile depends on the length of the padded row."""
-    honest = fixed_tiles.tiles_of
-
-    def by_the_row(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 16 if spec.kv_len > 40 else 128)
-        return honest(spec, inputs, part, finite)
-
-    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_row)
-    with pytest.raises(AssertionError, match="padding"):
-        check_padding("math", phases=[Phase.generate])
-
-
 @pytest.mark.cuda
 def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_of_another_backend_on_a_gpu() -> None:
     check_cuts("torch", "triton_ordered", "cuda")
@@ -300,9 +295,6 @@ def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.M
 @pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
 def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
     """A key's value, or a key whose scores overflow: rows before it keep their bits, in every result."""
-    torch = pytest.importorskip("torch")
-    import torch_frontend
-
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 150, heads, 16) for heads in (4, 2, 2))
     broken = (k if number == 3e38 else v).clone()
@@ -326,11 +318,6 @@ def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
 
 def test_jax_with_64_bit_numbers() -> None:
     """JAX then reads host integers as int64, and a slice takes no mixture of integers."""
-    import jax
-    import jax.numpy as jnp
-
-    import jax_frontend
-
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
         q, k, v = (jnp.asarray(random.standard_normal((2, 150, heads, 16))) for heads in (4, 2, 2))
@@ -348,53 +335,51 @@ def test_jax_with_64_bit_numbers() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_weight_below_the_normal_numbers_is_0(dtype: str) -> None:
     """All others are exp's, and NaN stays NaN. A weight of 0 hides a key."""
-    torch = pytest.importorskip("torch")
-    from attn_core.backends.math.fixed_tiles import _exp
-
     lowest = np.log(torch.finfo(getattr(torch, dtype)).tiny)
     x = torch.linspace(0, 1.3 * lowest, 1000, dtype=getattr(torch, dtype))
     x[-3:] = torch.tensor([-np.inf, -1e30, np.nan])
-    weights, expected = _exp(x.clone()), x.exp()
+    weights, expected = fixed_tiles._exp(x.clone()), x.exp()
     normal = x > lowest + 1
     assert torch.equal(weights[normal], expected[normal]) and weights[-1].isnan()
     assert not weights[:-1][x[:-1] < lowest].any() and weights[:-1].ge(0).all() and normal.sum() > 700
     both = x.clone().repeat(2, 1).t().contiguous()
-    assert torch.equal(_exp(both)[:-1, 0], weights[:-1]), "the bits depend on the place"
+    assert torch.equal(fixed_tiles._exp(both)[:-1, 0], weights[:-1]), "the bits depend on the place"
 
 
-def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
+TILES: dict[str, tuple[Callable[[Any, Any, Any], int], Callable[..., None], str]] = {
+    "by the padding": (lambda spec, *_: 16 if spec.kv_len > 40 else 128, partial(check_padding, "math"), "padding"),
+    "by the tokens of all documents": (
+        lambda spec, inputs, _: 16 if spec.documents and inputs.cu_seqlens_k[2] > 40 else 128,
+        partial(check_batch, "torch", "math"),
+        r"packing|batch",
+    ),
+    "by the queries": (
+        lambda spec, inputs, part: 64 if part.rows.stop - part.rows.start > 40 else 32,
+        partial(check_cuts, "torch", "math"),
+        r"chunks|pages",
+    ),
+}
+"""Planted faults, as a heuristic's would be: the keys of a tile, and the check that catches them in these words."""
+
+
+@pytest.mark.parametrize("chosen", TILES)
+def test_a_tile_that_the_call_chooses_is_caught(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, check, words = TILES[chosen]
     honest = fixed_tiles.tiles_of
 
-    def by_the_batch(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 16 if spec.documents and inputs.cu_seqlens_k[2] > 40 else 128)
+    def faulty(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
+        monkeypatch.setattr(fixed_tiles, "KEY_TILE", keys(spec, inputs, part))
         return honest(spec, inputs, part, finite)
 
-    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_batch)
-    with pytest.raises(AssertionError, match=r"packing|batch"):
-        check_batch("torch", "math", phases=[Phase.generate])
-
-
-def test_a_tile_that_the_queries_choose_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the size of a tile depends on the number of queries, as a heuristic's would."""
-    honest = fixed_tiles.tiles_of
-
-    def by_the_queries(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 64 if part.rows.stop - part.rows.start > 40 else 32)
-        return honest(spec, inputs, part, finite)
-
-    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_queries)
-    with pytest.raises(AssertionError, match=r"chunks|pages"):
-        check_cuts("torch", "math", phases=[Phase.generate])
+    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", faulty)
+    with pytest.raises(AssertionError, match=words):
+        check(phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("dim", [1, 24, 40, 64])
 def test_a_lone_head_has_the_bits_of_a_head_among_others(dim: int, threads: int) -> None:
     """A library may split one product among threads, and multiply by one column in a loop of its own."""
-    torch = pytest.importorskip("torch")
-    import torch_frontend
-
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -430,9 +415,6 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("invariant", ["batch", "prefix"])
 def test_strides_and_addresses_change_no_bit(invariant: str, dtype: str) -> None:
     """q, k, v and dout as slices of one tensor, in other layouts, and at odd addresses."""
-    torch = pytest.importorskip("torch")
-    import torch_frontend
-
     torch.manual_seed(0)
     together = torch.randn(2, 96, 10, 33).to(getattr(torch, dtype))
     sliced = together.split((6, 2, 2), 2)
@@ -447,7 +429,6 @@ def test_strides_and_addresses_change_no_bit(invariant: str, dtype: str) -> None
 
 def test_without_invariant_bits_differ() -> None:
     """``math`` has other bits in some chunks without a promise; else these tests would prove nothing."""
-    torch_frontend, torch = pytest.importorskip("torch_frontend"), pytest.importorskip("torch")
     torch.manual_seed(0)
     equal = []
     for length, first in ((150, 100), (150, 149), (600, 40), (600, 599), (1100, 700)):
@@ -458,7 +439,7 @@ def test_without_invariant_bits_differ() -> None:
     assert not all(equal)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
@@ -468,26 +449,14 @@ def test_without_invariant_bits_differ() -> None:
         ({"invariant": "prefix"}, "expected no keys behind a query"),
     ],
 )
-def test_what_cannot_hold_is_an_error(framework: str, keywords: dict[str, Any], words: str) -> None:
-    frontend = pytest.importorskip(f"{framework}_frontend")
-    array = np.zeros((1, 3, 2, 8), np.float32)
-    if framework == "torch":
-        import torch
-
-        q = torch.from_numpy(array)
-    else:
-        import jax
-
-        q, keywords = jax.numpy.asarray(array), keywords | {"dropout_rng": jax.random.key(0)}
+def test_what_cannot_hold_is_an_error(framework: Framework, keywords: dict[str, Any], words: str) -> None:
+    q = framework.zeros(1, 3, 2, 8)
+    keywords = keywords | ({"dropout_rng": jax.random.key(0)} if framework is JAX else {})
     with pytest.raises(SpecError, match=words):
-        frontend.attention(q, q, q, **keywords)
+        framework.frontend.attention(q, q, q, **keywords)
 
 
 def test_a_backend_without_the_claim_refuses() -> None:
-    import torch
-
-    import torch_frontend
-
     q = torch.zeros(1, 3, 2, 8)
     with pytest.raises(NoBackendError, match=r"invariant='batch': .* promises no equal bits there"):
         torch_frontend.attention(q, q, q, backend="flex", invariant="batch")
@@ -495,17 +464,12 @@ def test_a_backend_without_the_claim_refuses() -> None:
         torch_frontend.attention(q, q, q, causal=True, backend="sdpa_flash", invariant="prefix")
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("invariant", ["batch", "prefix"])
-def test_key_ranges_are_refused_in_parts_too(invariant: str, framework: str) -> None:
+def test_key_ranges_are_refused_in_parts_too(invariant: str, framework: Framework) -> None:
     """Parts of a row run without ranges, so a backend that has none could run them."""
-    frontend = pytest.importorskip(f"{framework}_frontend")
-    array = np.zeros((1, 3, 2, 8), np.float32)
-    if framework == "torch":
-        q = pytest.importorskip("torch").from_numpy(array)
-    else:
-        q = pytest.importorskip("jax").numpy.asarray(array)
+    q = framework.zeros(1, 3, 2, 8)
     ranges = np.stack([np.arange(3), np.full(3, 3)], -1).astype(np.int32)[None, None, :, None]
     for backend in ("math", "sdpa_flash"):
         with pytest.raises(NoBackendError, match="parts take no invariant"):
-            frontend.attention(q, q, q, key_ranges=ranges, invariant=invariant, backend=backend)
+            framework.frontend.attention(q, q, q, key_ranges=ranges, invariant=invariant, backend=backend)
