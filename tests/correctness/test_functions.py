@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from both_frontends import FRAMEWORKS, judge, judged, only, run, same_bits
+from frameworks import BOTH, Framework, as_numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from spec_strategies import make_call
@@ -105,21 +106,17 @@ def test_functions_count_in_the_whole_row(framework: str) -> None:
         assert judge(framework, call, run(framework, call, backend)).ok
 
 
-def attend(framework: str, **options: Any) -> np.ndarray:
+def attend(framework: Framework, **options: Any) -> np.ndarray:
     """The output of three arrays of numbers with some options."""
     random = np.random.default_rng(0)
-    arrays = [random.standard_normal((2, 12, heads, 8), np.float32) for heads in (4, 2, 2)]
-    if framework == "torch":
-        out: Any = torch_frontend.attention(*map(torch.from_numpy, arrays), backend="math", **options)
-        return out.numpy()
-    return np.asarray(jax_frontend.attention(*map(jnp.asarray, arrays), backend="math", **options))
+    q, k, v = (framework.array(random.standard_normal((2, 12, heads, 8), np.float32)) for heads in (4, 2, 2))
+    return as_numpy(framework.frontend.attention(q, k, v, backend="math", **options))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_functions_say_what_options_say(framework: str) -> None:
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_functions_say_what_options_say(framework: Framework) -> None:
     ids = np.repeat(np.arange(3, dtype=np.int32), 4)
     slopes = np.float32([0.5, 0.25, 0.125, 1.0])
-    own = torch.from_numpy if framework == "torch" else jnp.asarray
     same = [
         ({"mask_mod": causal()}, {"causal": True}),
         (
@@ -127,7 +124,7 @@ def test_functions_say_what_options_say(framework: str) -> None:
             {"key_ranges": masks.documents([4] * 3)},
         ),
         ({"score_mod": softcap(2.0)}, {"softcap": 2.0}),
-        ({"score_mod": alibi(slopes)}, {"alibi_slopes": own(slopes)}),
+        ({"score_mod": alibi(slopes)}, {"alibi_slopes": framework.array(slopes)}),
         ({"mask_mod": trace_mask(lambda b, h, q, k: q - k < 3), "causal": True}, {"window": 3, "causal": True}),
     ]
     for functions, options in same:
@@ -212,11 +209,10 @@ def test_blocks_are_read_only_where_nothing_waits() -> None:
     torch.testing.assert_close(torch.func.grad(lambda q: masked(counts, q).sum())(q).shape, q.shape)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_functions_that_say_nothing_are_none(framework: str) -> None:
-    own: Any = torch.zeros(1, 3, 1, 8) if framework == "torch" else jnp.zeros((1, 3, 1, 8))
-    module: Any = torch_frontend if framework == "torch" else jax_frontend
-    plain, ids = module.explain(own, own, own).spec, np.zeros(3, np.int32)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_functions_that_say_nothing_are_none(framework: Framework) -> None:
+    own, module, ids = framework.zeros(1, 3, 1, 8), framework.frontend, np.zeros(3, np.int32)
+    plain = module.explain(own, own, own).spec
     everything, same = (lambda b, h, q, k, *aux: True), (lambda s, b, h, q, k, *aux: s)
     for functions in ({"mask_mod": everything}, {"score_mod": same}, {"mask_mod": everything, "score_mod": same}):
         for aux in ((), (ids,)):
@@ -352,9 +348,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(name: str, framework: str) -> None:
+def test_bad_arguments_are_named(name: str, framework: Framework) -> None:
     options, error, text = BAD[name]
     with pytest.raises(error, match=text):
         attend(framework, **options)

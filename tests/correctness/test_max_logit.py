@@ -14,6 +14,7 @@ import pytest
 import row_maximum_reference as row_maximum
 import torch
 from both_frontends import FRAMEWORKS, attend
+from frameworks import BOTH, JAX, TORCH, Framework
 from hypothesis import given, settings
 from spec_strategies import MISREAD, Call, calls, corners, make_call, misread
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,7 +35,6 @@ PLAIN = {"batch": 2, "q_len": 9, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3
 PLAIN |= {"dtype": "float32"}
 LARGE = {**PLAIN, "q_len": 1001, "kv_len": 1001, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "value_dim": 128}
 LARGE |= {"dtype": "bfloat16"}
-FRONTENDS = {"torch": torch_frontend, "jax": jax_frontend}
 
 
 def run(framework: str, call: Call, *, device: str = "cpu", **options: Any) -> list[np.ndarray]:
@@ -103,7 +103,7 @@ def test_on_a_gpu(name: str, framework: str) -> None:
 
 @pytest.mark.cuda
 def test_xla_launches_the_pass_without_python() -> None:
-    q, k, v = (jnp.asarray(each, jnp.bfloat16) for each in arrays("jax"))
+    q, k, v = (jnp.asarray(each, jnp.bfloat16) for each in arrays(JAX))
     program = jax.jit(lambda q: jax_frontend.attention(q, k, v, return_max_logit=True)[1]).lower(q).compile()
     assert triton_programs.TARGET in program.as_text()
 
@@ -117,16 +117,15 @@ def test_faults_are_caught(framework: str) -> None:
         assert not row_maximum.is_right(run(framework, misread(call, fault))[-1], *truth), fault
 
 
-def arrays(framework: str) -> list[Any]:
+def arrays(framework: Framework) -> list[Any]:
     random = np.random.default_rng(3)
     shapes = ((2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8))
-    values = [random.standard_normal(shape).astype("float32") for shape in shapes]
-    return [torch.from_numpy(each) if framework == "torch" else jnp.asarray(each) for each in values]
+    return [framework.array(random.standard_normal(shape), "float32") for shape in shapes]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_order_and_layout(framework: str) -> None:
-    attention, qkv = FRONTENDS[framework].attention, arrays(framework)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_order_and_layout(framework: Framework) -> None:
+    attention, qkv = framework.frontend.attention, arrays(framework)
     out, lse, top = attention(*qkv, return_lse=True, return_max_logit=True)
     assert [tuple(each.shape) for each in (out, lse, top)] == [(2, 9, 4, 8), (2, 4, 9), (2, 4)]
     assert (lse > lse.min()).any() and bool((np.asarray(lse).max(-1) >= np.asarray(top)).all())
@@ -149,7 +148,7 @@ def test_nested_tensors() -> None:
 
 
 def test_no_gradient_passes_it_in_torch() -> None:
-    q, k, v = (each.requires_grad_() for each in arrays("torch"))
+    q, k, v = (each.requires_grad_() for each in arrays(TORCH))
     out, top = torch_frontend.attention(q, k, v, return_max_logit=True, causal=True)
     assert out.requires_grad and not top.requires_grad
     out.sum().backward()
@@ -160,7 +159,7 @@ def test_no_gradient_passes_it_in_torch() -> None:
 
 
 def test_transforms_of_torch() -> None:
-    q, k, v = arrays("torch")
+    q, k, v = arrays(TORCH)
 
     def attend(q: torch.Tensor) -> Any:
         return torch_frontend.attention(q, k, v, return_max_logit=True, causal=True)
@@ -184,7 +183,7 @@ def test_transforms_of_torch() -> None:
 def test_torch_compile() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(torch_frontend.attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    q, k, v = arrays("torch")
+    q, k, v = arrays(TORCH)
     for length in (9, 7):
         some = q[:, :length].requires_grad_(), k, v
         results = compiled(*some, return_max_logit=True, return_lse=True, window=(3, 2))
@@ -205,7 +204,7 @@ def _op_arguments(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
 
 def test_flops() -> None:
     """The pass has half the products of the forward."""
-    q, k, v = arrays("torch")
+    q, k, v = arrays(TORCH)
     counts = []
     for options in ({}, {"return_max_logit": True}):
         with FlopCounterMode(display=False) as counter:
@@ -215,7 +214,7 @@ def test_flops() -> None:
 
 
 def test_under_checks_and_autocast() -> None:
-    qkv = arrays("torch")
+    qkv = arrays(TORCH)
     expected = torch_frontend.attention(*qkv, return_max_logit=True)[1]
     with attn_core.checks():
         for backend in ("math", "sdpa_flash"):
@@ -229,7 +228,7 @@ def test_under_checks_and_autocast() -> None:
 
 
 def test_transforms_of_jax() -> None:
-    q, k, v = arrays("jax")
+    q, k, v = arrays(JAX)
 
     def attend(q: jax.Array) -> Any:
         return jax_frontend.attention(q, k, v, return_max_logit=True, causal=True)
@@ -259,22 +258,22 @@ def test_jax_export() -> None:
         return jax_frontend.attention(q, k, v, return_max_logit=True, backend="jax_xla")
 
     program = jax.export.export(jax.jit(attend))(*shapes)
-    _, k, v = arrays("jax")
+    _, k, v = arrays(JAX)
     results = program.call(k.repeat(2, 2), k, v)
     assert np.allclose(results[1], attend(k.repeat(2, 2), k, v)[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_explain_names_what_computes_it(framework: str) -> None:
-    frontend, qkv = FRONTENDS[framework], arrays(framework)
-    first = {"torch": "math", "jax": "jax_xla"}[framework]
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_explain_names_what_computes_it(framework: Framework) -> None:
+    frontend, qkv = framework.frontend, arrays(framework)
+    first = {"torch": "math", "jax": "jax_xla"}[framework.name]
     selection = frontend.explain(*qkv, return_max_logit=True)
     assert selection.max_logit == f"by a second pass over q and k: {first}"
     assert f"max_logit: {selection.max_logit}" in str(selection)
     assert frontend.explain(*qkv).max_logit is None and "max_logit" not in str(frontend.explain(*qkv))
     kernel = frontend.explain(*qkv, return_max_logit=True, needs_backward=True, backend=first)
     assert str(kernel.max_logit).startswith("by the kernel of the output")
-    if framework == "jax":  # a few queries
+    if framework is JAX:  # a few queries
         other = frontend.explain(*qkv, return_max_logit=True, backend="jax_xla")
         assert other.max_logit == "by a second pass over q and k: jax_xla"
 
@@ -310,7 +309,7 @@ def test_backends_that_have_it_need_no_pass(
 
 def test_gradients_beside_a_backend_that_has_it() -> None:
     """They have the bits of a call without it."""
-    q, k, v = arrays("jax")
+    q, k, v = arrays(JAX)
 
     def total(q: jax.Array, **options: Any) -> Any:
         results = jax_frontend.attention(q, k, v, backend="jax_xla", causal=True, return_lse=True, **options)
@@ -318,7 +317,7 @@ def test_gradients_beside_a_backend_that_has_it() -> None:
 
     gradient, (top,) = jax.jit(jax.grad(lambda q: total(q, return_max_logit=True), has_aux=True))(q)
     assert np.array_equal(gradient, jax.jit(jax.grad(total, has_aux=True))(q)[0]) and top.shape == (2, 4)
-    q, k, v = arrays("torch")
+    q, k, v = arrays(TORCH)
     q.requires_grad_()
     gradients = []
     for options in ({"return_max_logit": True}, {}):
@@ -377,18 +376,18 @@ def test_every_candidate_has_a_row_maximum() -> None:
             assert backends.load(name, "cpu" if kind == backends.ANY else kind).row_maximum is not None
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_bad_values_are_named(framework: str) -> None:
-    frontend, qkv = FRONTENDS[framework], arrays(framework)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_bad_values_are_named(framework: Framework) -> None:
+    frontend, qkv = framework.frontend, arrays(framework)
     for function in (frontend.attention, frontend.explain):
         for value in (1, None, "yes"):
             with pytest.raises(SpecError, match=r"return_max_logit=.*expected True or False"):
                 function(*qkv, return_max_logit=value)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_functions_without_it_say_so(framework: str) -> None:
-    frontend = FRONTENDS[framework]
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_functions_without_it_say_so(framework: Framework) -> None:
+    frontend = framework.frontend
     needed = {"paged_attention": ("block_table", "seq_lens"), "context_parallel_attention": ("mesh",)}
     for name in (*needed, "attention_qkvpacked"):
         rest = dict.fromkeys(needed.get(name, ()))
