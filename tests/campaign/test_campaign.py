@@ -23,7 +23,7 @@ from tests.campaign.case import Case, case_of, text_of
 from tests.campaign.draw import Place, new_lengths, structure
 from tests.campaign.entries import entries_of
 from tests.campaign.judge import trial_of, verdict_of
-from tests.campaign.loop import BLOCK, Campaign, Part, State, run_in_processes
+from tests.campaign.loop import BLOCK, Campaign, Part, State, run_in_processes, running_file
 from tests.campaign.relations import RELATIONS
 from tests.campaign.same_bits import PAIRS
 from tests.campaign.shrink import shrunk
@@ -272,18 +272,19 @@ def test_processes_share_the_blocks_and_add_up(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_started_again_and_its_case_is_a_fault(tmp_path: Path) -> None:
     path, run = tmp_path / "campaign.json", Campaign(7, CPU, ("torch attention, heads",))
     killed: list[Any] = []
-    first = tmp_path / "campaign.json.0"
+    running = running_file(tmp_path / "campaign.json.0")
 
     def kill_one(state: State) -> None:
-        """Kills a process in a call, and stops the campaign when its successor has run some."""
-        calls = json.loads(first.read_text())["calls"] if state["calls"] else 0
-        if not calls:
+        """Kills a process in a call, and stops the campaign when its successor is in a later one."""
+        text = running.read_text().strip("\0") if running.exists() else ""
+        if not text:
             return
+        number = int(text.partition(" ")[0])
         for child in active_children():
             if child.name == "campaign 0" and not killed:
-                killed.extend((child, calls))
+                killed.extend((child, number))
                 child.kill()
-            elif child.name == "campaign 0" and child is not killed[0] and calls > killed[1]:
+            elif child.name == "campaign 0" and child is not killed[0] and number > killed[1]:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
