@@ -4,11 +4,14 @@ memory."""
 from __future__ import annotations
 
 import inspect
-import itertools
+from dataclasses import replace
+from typing import Any
 
 import callers_view
 import numpy as np
+import oracle_cases
 import pytest
+from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, PACKED
 
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.flex import cpu as flex
@@ -21,105 +24,50 @@ from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
 
 torch = pytest.importorskip("torch")
+from direct_calls import arrays, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.sampled
 
-DENSE = {"batch": 2, "q_len": 19, "kv_len": 23, "num_heads": 6, "num_kv_heads": 2, "head_dim": 5, "value_dim": 3}
-# one document without queries, one without keys, and an empty one at the end
-LENGTHS_Q, LENGTHS_K = (3, 0, 11, 5, 0), (7, 2, 5, 0, 3)
-PACKED = {**DENSE, "batch": 1, "q_len": 19, "kv_len": 17, "documents": 5, "max_len_q": 11, "max_len_k": 7}
-FULL = (2, 6, 19, 23)
-
-CASES = {
-    "plain": {},
-    "equal_heads": {"num_kv_heads": 6},
-    "one_kv_head": {"num_kv_heads": 1},
-    "decode": {"q_len": 1, "causal": True},
-    "one_key": {"kv_len": 1},
-    "scale": {"scale": 0.37},
-    "causal_bottom_right": {"causal": True},
-    "causal_top_left": {"causal": True, "alignment": "top_left"},
-    "causal_empty_rows": {"causal": True, "q_len": 29},
-    "window": {"window": (3, 2)},
-    "window_left": {"window": (4, None), "causal": True},
-    "window_right": {"window": (None, 1), "alignment": "top_left"},
-    "window_empty_rows": {"window": (2, 1), "q_len": 31, "alignment": "top_left"},
-    "softcap": {"softcap": 0.7},
-    "mask": {"mask_shape": FULL},
-    "mask_keys": {"mask_shape": (2, 1, 1, 23), "causal": True},
-    "mask_rows": {"mask_shape": (1, 6, 19, 1)},
-    "bias": {"bias_shape": FULL, "softcap": 1.3},
-    "bias_heads": {"bias_shape": (1, 6, 1, 23)},
-    "bias_shared": {"bias_shape": (1, 1, 19, 23), "causal": True},
-    "bias_rows": {"bias_shape": (2, 1, 19, 1)},
-    "alibi": {"alibi_shape": (6,), "causal": True},
-    "alibi_batch": {"alibi_shape": (2, 6), "alignment": "top_left"},
-    "sinks": {"sinks": True},
-    "sinks_empty_rows": {"sinks": True, "causal": True, "q_len": 29},
-    "dropout": {"dropout": 0.3, "causal": True},
-    "everything": {
-        **{
-            "causal": True,
-            "window": (9, 4),
-            "softcap": 2.0,
-            "mask_shape": (2, 1, 19, 23),
-            "bias_shape": (1, 6, 19, 23),
-        },
-        **{"alibi_shape": (6,), "sinks": True, "dropout": 0.2, "scale": 0.4},
+OF_OTHER_SUITES = {"key_ranges_shape", "mask_mod", "score_mod"}
+CASES: dict[str, dict[str, Any]] = {
+    **{name: fields for name, fields in FEATURES.items() if not OF_OTHER_SUITES & fields.keys()},
+    "equal heads": {"num_kv_heads": 9},
+    "one kv head": {"num_kv_heads": 1},
+    "one query": {"q_len": 1, "causal": True},
+    "one key": {"kv_len": 1},
+    "mask by row": {"mask_shape": (1, 9, 5, 1)},
+    "mask by key, causal": {"mask_shape": (2, 1, 1, 7), "causal": True},
+    "bias of all heads, causal": {"bias_shape": (1, 1, 5, 7), "causal": True, "bias_gradient": True},
+    "bias, softcap": {**FEATURES["bias"], "softcap": 1.3},
+    "alibi by batch, top_left": {"alibi_shape": (2, 9), "alignment": "top_left"},
+    "everything but dropout": {
+        **{**FEATURES["everything"], "dropout": 0.0, "window": (4, 2), "mask_shape": (1, 9, 5, 7)},
+        "bias_shape": (2, 1, 5, 7),
     },
-    "everything_but_dropout": {
-        **{"causal": True, "window": (9, 4), "softcap": 2.0, "mask_shape": (1, 6, 19, 23), "scale": 0.4},
-        **{"bias_shape": (2, 1, 19, 23), "alibi_shape": (2, 6), "sinks": True},
+    "packed, window": {**PACKED, "window": (2, 1)},
+    "packed, alibi by row": {
+        **{**PACKED, "alibi_shape": (1, 9), "bias_shape": (1, 9, 12, 1), "bias_gradient": True},
+        "mask_shape": (1, 1, 1, 14),
     },
-    "packed": PACKED,
-    "packed_causal": {**PACKED, "causal": True},
-    "packed_top_left": {**PACKED, "causal": True, "alignment": "top_left"},
-    "packed_window": {**PACKED, "window": (2, 1)},
-    "packed_everything": {
-        **{**PACKED, "causal": True, "window": (4, 0), "softcap": 2.0, "mask_shape": (1, 6, 19, 17)},
-        **{"bias_shape": (1, 1, 19, 17), "alibi_shape": (6,), "sinks": True, "dropout": 0.2},
+    "packed, everything": {
+        **{**PACKED, "causal": True, "window": (4, 0), "softcap": 2.0, "mask_shape": (1, 9, 12, 14), "dropout": 0.2},
+        **{"bias_shape": (1, 1, 12, 14), "bias_gradient": True, "alibi_shape": (9,), "sinks": True},
     },
-    "packed_alibi_rows": {**PACKED, "alibi_shape": (1, 6), "bias_shape": (1, 6, 19, 1), "mask_shape": (1, 1, 1, 17)},
 }
-FLEX_IN_EVERY_DTYPE = ("plain", "sinks_empty_rows", "everything_but_dropout", "packed_window")
-FLEX_CASES = [name for name, case in CASES.items() if "dropout" not in case]
+FLEX_IN_EVERY_DTYPE = ("plain", "sinks with empty rows", "everything but dropout", "packed, window")
+FLEX_CASES = [name for name, case in CASES.items() if not case.get("dropout")]
 # relative error of one stored number
 ROUNDING = {"float64": 0.0, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 # absolute error of sums in the accumulation dtype
 NOISE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 4e-6, "float16": 4e-6}
 
 
-def make(case: str, dtype: str = "float32", **changes) -> tuple[AttentionSpec, Inputs]:
-    """A spec and inputs for it. LENGTHS_Q and LENGTHS_K give the packed offsets."""
-    spec = AttentionSpec(**{**DENSE, **CASES[case], "dtype": dtype, **changes})
-    generator = torch.Generator().manual_seed(sum(map(ord, case)))
-    kind = getattr(torch, dtype)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
-
-    lead = () if spec.packed else (spec.batch,)
-    offsets = [torch.tensor([0, *itertools.accumulate(lengths)]).int() for lengths in (LENGTHS_Q, LENGTHS_K)]
-    return spec, Inputs(
-        q=normal(*lead, spec.q_len, spec.num_heads, spec.head_dim),
-        k=normal(*lead, spec.kv_len, spec.num_kv_heads, spec.head_dim),
-        v=normal(*lead, spec.kv_len, spec.num_kv_heads, spec.value_dim),
-        mask=torch.rand(spec.mask_shape, generator=generator) > 0.4 if spec.mask_shape else None,
-        bias=normal(*spec.bias_shape) if spec.bias_shape else None,
-        alibi_slopes=normal(*spec.alibi_shape).abs() if spec.alibi_shape else None,
-        sinks=normal(spec.num_heads) if spec.sinks else None,
-        cu_seqlens_q=offsets[0] if spec.packed else None,
-        cu_seqlens_k=offsets[1] if spec.packed else None,
-        rng=torch.tensor([-5, 2**40 + 11]) if spec.dropout else None,
-    )
-
-
-def arrays(values):
-    """Converts tensors to numpy: floats to float64, bool and int unchanged, None to None."""
-    return type(values)(
-        *(t if t is None else (t.double() if t.is_floating_point() else t).detach().numpy() for t in values)
-    )
+def make(name: str, dtype: str = "float32", **changes: Any) -> tuple[AttentionSpec, Inputs]:
+    """The spec and the tensors of a case; without a backward there is no gradient of the bias."""
+    learns = changes.get("needs_backward", False)
+    case = oracle_cases.make({**CASES[name], **({} if learns else {"bias_gradient": False}), **changes}, dtype)
+    return case.spec, tensors(case.inputs, dtype)
 
 
 def lse_for_callers(spec: AttentionSpec, inputs: Inputs, lse: torch.Tensor) -> torch.Tensor:
@@ -137,8 +85,8 @@ def check(name: str, actual: torch.Tensor, expected: np.ndarray, dtype: str, fac
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Runs every call in blocks of 7 rows, also the ones that would run in one piece."""
-    monkeypatch.setattr(plain_attention, "QUERY_BLOCK", 7)
+    """Runs every call in blocks of 2 rows, also the ones that would run in one piece."""
+    monkeypatch.setattr(plain_attention, "QUERY_BLOCK", 2)
     monkeypatch.setattr(plain_attention, "has_few_scores", lambda spec: False)
 
 
@@ -182,17 +130,17 @@ def check_math(spec: AttentionSpec, inputs: Inputs, with_dlse: bool = True) -> N
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("case", CASES)
 def test_math_matches_the_reference(case, dtype, small_blocks):
-    spec, inputs = make(case, dtype, needs_backward=True, bias_gradient="bias_shape" in CASES[case])
+    spec, inputs = make(case, dtype, needs_backward=True)
     check_math(spec, inputs, with_dlse=case not in ("plain", "packed"))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("packed")])
 def test_math_runs_packed_documents_without_reading_the_offsets(case, small_blocks, offsets_on_host_or_device):
-    check_math(*make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case]))
+    check_math(*make(case, needs_backward=True))
 
 
 def test_math_reads_no_value_from_a_device(small_blocks):
-    spec, inputs = make("packed_everything", needs_backward=True, bias_gradient=True)
+    spec, inputs = make("packed, everything", needs_backward=True)
     # meta tensors have no values: reading one raises
     inputs = Inputs(*(t if t is None else t.to("meta") for t in inputs))
     out, lse = math.forward(spec, inputs)
@@ -218,17 +166,17 @@ def test_flex_forward_matches_the_reference(case, dtype):
 
 
 def test_a_bias_of_minus_infinity_has_no_gradient():
-    spec, inputs = make("bias_shared", "float64", needs_backward=True, bias_gradient=True, sinks=True)
+    spec, inputs = make("bias of all heads, causal", "float64", needs_backward=True, bias_gradient=True, sinks=True)
     bias = inputs.bias.masked_fill(torch.rand(inputs.bias.shape) > 0.5, -torch.inf)
     bias[:, :, 4] = -torch.inf  # the bias alone empties this row
-    inputs = inputs._replace(bias=bias, sinks=torch.randn(6).double())
+    inputs = inputs._replace(bias=bias, sinks=torch.randn(9).double())
     out, lse = math.forward(spec, inputs)
     assert (lse[:, :, 4] == -torch.inf).all() and not out[:, 4].any()
     check_math(spec, inputs)
 
 
 def test_empty_rows_pass_no_gradient_even_if_dlse_is_infinite(small_blocks):
-    spec, inputs = make("sinks_empty_rows", needs_backward=True)
+    spec, inputs = make("sinks with empty rows", needs_backward=True)
     out, lse = math.forward(spec, inputs)
     empty = lse == -torch.inf
     assert empty.any() and not out.transpose(1, 2)[empty].any()
@@ -247,7 +195,7 @@ def poison(tensors: list[torch.Tensor], ranges: list[slice], value: float) -> li
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_math_keeps_nan_within_its_document(value, small_blocks, offsets_on_host_or_device):
-    spec, inputs = make("packed_causal", needs_backward=True)
+    spec, inputs = make("packed, causal", needs_backward=True)
     first_q, first_k = slice(0, LENGTHS_Q[0]), slice(0, LENGTHS_K[0])
     q, k, v = poison([*inputs[:3]], [first_q, first_k, first_k], value)
     out, lse = math.forward(spec, inputs)
@@ -268,7 +216,7 @@ def test_math_keeps_nan_within_its_document(value, small_blocks, offsets_on_host
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_math_never_reads_a_hidden_key(softcap, small_blocks):
-    spec, inputs = make("mask_keys", needs_backward=True, softcap=softcap)
+    spec, inputs = make("mask by key", needs_backward=True, softcap=softcap)
     out, lse = math.forward(spec, inputs)
     hidden = ~inputs.mask[:, 0, 0, :]  # [batch, keys]
     k, v = (tensor.clone() for tensor in (inputs.k, inputs.v))
@@ -300,7 +248,7 @@ def test_backends_build_no_graph_and_ignore_autocast_without_warning(backend, re
 @pytest.mark.parametrize("backend", [math, flex])
 @pytest.mark.parametrize("extras", ["float64", "bfloat16"])
 def test_bias_slopes_and_sinks_may_have_another_dtype(backend, extras):
-    spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
+    spec, inputs = make("everything but dropout", needs_backward=True)
     kind = getattr(torch, extras)
     names = ("bias", "alibi_slopes", "sinks")
     inputs = inputs._replace(**{name: getattr(inputs, name).to(kind) for name in names})
@@ -316,7 +264,7 @@ def transposed_copy(tensor):
 
 @pytest.mark.parametrize("backend", [math, flex])
 def test_strided_views_give_the_same_bits(backend):
-    spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
+    spec, inputs = make("everything but dropout", needs_backward=True)
     views = Inputs(*map(transposed_copy, inputs))
     saved = backend.forward(spec, inputs)
     pairs = list(zip(backend.forward(spec, views), saved))
@@ -345,7 +293,7 @@ class LargestOutput(TorchDispatchMode):
 def test_math_memory_grows_with_one_block_of_queries():
     length = 8192
     spec = AttentionSpec(
-        **{**DENSE, "batch": 1, "q_len": length, "kv_len": length, "num_heads": 1, "num_kv_heads": 1},
+        **{**oracle_cases.SIZES, "batch": 1, "q_len": length, "kv_len": length, "num_heads": 1, "num_kv_heads": 1},
         dtype="float32",
         causal=True,
         needs_backward=True,
@@ -359,7 +307,7 @@ def test_math_memory_grows_with_one_block_of_queries():
 
 
 def test_math_gradcheck(small_blocks):
-    spec, inputs = make("packed_everything", "float64", needs_backward=True, bias_gradient=True)
+    spec, inputs = make("packed, everything", "float64", needs_backward=True)
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -381,25 +329,25 @@ def test_math_gradcheck(small_blocks):
 
 @pytest.mark.parametrize("backend", [math, flex])
 @pytest.mark.parametrize(
-    "broken", [(1, 3, 14, 19, 19, 19), (0, 11, 3, 19, 19, 19), (0, 3, 3, 14, 18, 20), (0, 0, 0, 0, 0, 19)]
+    "broken", [(1, 3, 3, 5, 11, 11, 12), (0, 5, 3, 5, 11, 11, 12), (0, 3, 3, 5, 11, 11, 13), (0, 0, 0, 0, 0, 0, 12)]
 )
 def test_wrong_offsets_on_the_host_are_refused(backend, broken):
-    spec, inputs = make("packed")
+    spec, inputs = make("packed", max_len_q=6, max_len_k=5)
     with pytest.raises(SpecError, match=r"seq_info\.(cu_seqlens_q|max_len_q)"):
         backend.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
 
 
-@pytest.mark.parametrize("broken", [(5, 3, 40, -7, 19, 19), (0, 3, 3, 14, 18, 18), (0, 0, 0, 0, 0, 2**30)])
+@pytest.mark.parametrize("broken", [(5, 3, 40, -7, 9, 12, 12), (0, 3, 3, 5, 11, 11, 11), (0, 0, 0, 0, 0, 0, 2**30)])
 def test_wrong_offsets_on_a_device_read_nothing_outside_the_tensors(broken, monkeypatch):
     monkeypatch.setattr(row_blocks, "_host_blocks", lambda *call: row_blocks._token_blocks(*call[:3]))
-    spec, inputs = make("packed_causal")
+    spec, inputs = make("packed, causal")
     out, lse = math.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
     assert out.isfinite().all() and not lse.isnan().any()
 
 
 def test_the_claims_of_both_backends():
     for case in CASES:
-        spec, _ = make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case], return_lse=True)
+        spec, _ = make(case, needs_backward=True, return_lse=True)
         for device in ("cpu", "sm90"):
             assert unmet_claims(math.FORWARD, spec, device) == unmet_claims(math.BACKWARD, spec, device) == ()
         assert math.refuses(spec, "cpu", None) == ()
@@ -411,32 +359,32 @@ def test_the_claims_of_both_backends():
 
 
 def test_flex_refuses_a_score_matrix_over_its_limit():
-    spec, _ = make("plain", q_len=8192, kv_len=8192)
+    spec = replace(make("plain")[0], q_len=8192, kv_len=8192)
     selection = explain(spec, Target("torch", "cpu"), "flex")
     assert selection.backend is None
     assert selection.reasons("flex") == (
-        "q_len 8192 and kv_len 8192 with batch 2 and 6 heads: FlexAttention on CPU writes out 805306368 scores, "
+        "q_len 8192 and kv_len 8192 with batch 2 and 9 heads: FlexAttention on CPU writes out 1207959552 scores, "
         "more than MAX_SCORES (67108864)",
     )
-    packed, _ = make("packed", q_len=2**20, kv_len=2**20)
+    packed = replace(make("packed")[0], q_len=2**20, kv_len=2**20, max_len_q=6, max_len_k=5)
     assert flex.refuses(packed, "cpu", None) == ()  # the longest document counts
 
 
 def test_lower():
     assert math.lower(make("window")[0]) == {
-        "scale": 5**-0.5,
+        "scale": 11**-0.5,
         "softcap": None,
-        "band": (3, 2, 4),
+        "band": (2, 1, 2),
         "query_block": plain_attention.QUERY_BLOCK,
     }
-    assert math.lower(make("packed_causal")[0])["band"] is None
+    assert math.lower(make("packed, causal")[0])["band"] is None
     assert flex.lower(make("everything")[0]) == {
         "scale": 0.4,
         "enable_gqa": True,
         "score": ("softcap", "bias", "alibi"),
         "mask": ("band", "mask"),
     }
-    assert flex.lower(make("equal_heads")[0]) == {"scale": 5**-0.5, "enable_gqa": False, "score": (), "mask": ()}
+    assert flex.lower(make("equal heads")[0]) == {"scale": 11**-0.5, "enable_gqa": False, "score": (), "mask": ()}
 
 
 def test_flex_reads_no_value_from_a_tensor():
