@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -172,19 +173,23 @@ FORMS: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
 }
 
 
+def attend_in_torch(q: torch.Tensor) -> Any:
+    return torch_frontend.attention(q, q, q, return_lse=True, backend="math")
+
+
+@cache
+def compiled_in_torch() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(attend_in_torch, backend="aot_eager")
+
+
+def attend_in_jax(q: jax.Array) -> Any:
+    return jax_frontend.attention(q, q, q, return_lse=True, backend="math")
+
+
 def run_with_lse(way: str) -> Any:
     if way.startswith("torch"):
-        q = TORCH.array(X)
-
-        def attend(q: torch.Tensor) -> Any:
-            return torch_frontend.attention(q, q, q, return_lse=True, backend="math")
-
-        torch._dynamo.reset()
-        return (torch.compile(attend, backend="aot_eager") if way == "torch compiled" else attend)(q)
-
-    def attend_in_jax(q: jax.Array) -> Any:
-        return jax_frontend.attention(q, q, q, return_lse=True, backend="math")
-
+        return (compiled_in_torch() if way == "torch compiled" else attend_in_torch)(TORCH.array(X))
     return jax.block_until_ready((jax.jit(attend_in_jax) if way == "jax jit" else attend_in_jax)(JAX.array(X)))
 
 

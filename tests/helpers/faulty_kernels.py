@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -102,20 +103,25 @@ class Way(NamedTuple):
     bridged: bool
 
 
+def _attend_in_torch(q: torch.Tensor, backend: str | None) -> torch.Tensor:
+    k = torch.from_numpy(X)
+    return TORCH.frontend.attention(q, k, k, causal=True, backend=backend)
+
+
+@cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    """One program for all tests: a fault comes and goes while a program exists."""
+    torch._dynamo.reset()
+    return torch.compile(_attend_in_torch, fullgraph=True, backend="aot_eager")
+
+
 def _torch_call(direction: str, backend: str | None, compiled: bool) -> np.ndarray:
-    k = TORCH.array(X)
-
-    def attend(q: torch.Tensor) -> torch.Tensor:
-        return TORCH.frontend.attention(q, k, k, causal=True, backend=backend)
-
-    if compiled:
-        torch._dynamo.reset()
-        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    attend = _compiled() if compiled else _attend_in_torch
     q = TORCH.array(X)
     if direction == "forward":
-        return as_numpy(attend(q))
+        return as_numpy(attend(q, backend))
     q.requires_grad_()
-    return as_numpy(torch.autograd.grad(attend(q).sum(), q)[0])
+    return as_numpy(torch.autograd.grad(attend(q, backend).sum(), q)[0])
 
 
 def _jax_call(direction: str, backend: str | None, compiled: bool) -> np.ndarray:
