@@ -7,8 +7,8 @@ from typing import Any
 
 def tiny_llama(implementation: str) -> Any:
     """A Llama with the same weights for every implementation, so large that its logits are not flat."""
-    import torch
     import transformers
+    from transformers_models import build
 
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -20,10 +20,4 @@ def tiny_llama(implementation: str) -> Any:
         head_dim=16,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    return model
+    return build(config, implementation, factor=8.0, noise=0.0, seed=7)

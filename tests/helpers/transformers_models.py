@@ -98,3 +98,19 @@ def check_gradients(ours: Any, eager: Any, rounding: float = 0.0) -> None:
             atol=1e-4 * float(parameter.grad.abs().max()) + 1e-7 + rounding * largest,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+def slopes_of(model: Any, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter that has one, of a loss that weights all logits differently."""
+    model.zero_grad()
+    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check_slopes(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
+    """Compares gradients by name, relative to the largest number of each, and a little of all."""
+    assert actual.keys() == expected.keys()
+    largest = max(float(each.abs().max()) for each in expected.values() if each.numel())
+    for name, slope in ((name, each) for name, each in expected.items() if each.numel()):
+        error = float((actual[name] - slope).abs().max())
+        assert error <= 2e-3 * float(slope.abs().max()) + 1e-5 * largest, f"gradient of {name}{what}: {error}"

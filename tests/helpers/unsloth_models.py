@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from transformers_models import build as build_model
 
 Tensor = torch.Tensor
 
@@ -13,7 +14,7 @@ WINDOW, TOKENS, DOCUMENTS = 4, 11, (5, 1, 4)  # documents shorter than the row, 
 _SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2},
     **{"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
-    **{"attention_dropout": 0.0, "pad_token_id": 0, "attn_implementation": "eager"},
+    **{"attention_dropout": 0.0, "pad_token_id": 0},
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -36,13 +37,7 @@ def build(kind: str) -> Any:
     config = getattr(transformers, f"{name}Config")(**_SIZES, **sizes)
     if kind == "granite":
         del config.head_dim  # Granite takes hidden_size / heads, which is the same
-    torch.manual_seed(7)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    return model
+    return build_model(config, "eager", factor=8.0, noise=0.0, seed=7).train().double()
 
 
 class Batch(NamedTuple):
