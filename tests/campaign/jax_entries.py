@@ -147,27 +147,19 @@ def _dot_product_refuses(spec: AttentionSpec) -> str | None:
     return without("window", "softcap", "alibi", "packed", "sinks", "dropout", "lse", "deterministic")(spec)
 
 
-def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
-    import jax
-    import jax.numpy as jnp
-
+def _paged(arrays: Arrays, options: dict[str, Any]) -> Any:
     import jax_frontend
 
-    spec, laid_out = trial.spec, pages_of(trial)
-    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
-    options = {name: getattr(spec, name) for name in names} | {"max_len_q": laid_out.max_len_q, "backend": backend}
-    with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
-        constants, _ = arrays_of(trial)
-        pools = (jnp.asarray(pool, spec.dtype) for pool in (laid_out.k, laid_out.v))
-        tables = {name: jnp.asarray(table) for name, table in laid_out.tables.items()}
+    given = {name: arrays[name] for name in (*pages.TABLES, "sinks")}
+    given |= {name: arrays[name].astype(arrays["q"].dtype) for name in ("k_pages", "v_pages")}
+    given |= {name: options[name] for name in (*pages.OPTIONS, "backend")}
+    return jax_frontend.paged_attention(arrays["q"], **given, max_len_q=options["seq_info"].max_len_q)
 
-        def call(q: Any, k_pages: Any, v_pages: Any, sinks: Any, tables: Any) -> Any:
-            return jax_frontend.paged_attention(q, k_pages, v_pages, **tables, sinks=sinks, **options)
 
-        results = jax.jit(call)(constants["q"], *pools, constants["sinks"], tables)
-        named = dict(zip(("out", "lse"), results if spec.return_lse else (results,)))
-        return {name: np.asarray(array).astype(np.float64) for name, array in named.items()}
+def _pages(trial: Trial) -> Arrays:
+    """Returns the pools in the place of the keys and values, and the tables."""
+    laid_out = pages_of(trial)
+    return {"k": laid_out.k, "v": laid_out.v, **laid_out.tables}
 
 
 def _in_segments(arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -203,7 +195,7 @@ _lacks = partial(without, key_ranges=True, functions=True)
 """What ``attention`` itself lacks."""
 
 ENTRIES = (
-    Entry("jax paged_attention", _run_paged, pages.refuses, requests=False, share=0.1),
+    Entry("jax paged_attention", partial(run, _paged, True, more=_pages), pages.refuses, requests=False, share=0.1),
     Entry(
         "jax attention, exported",
         partial(run, _exported, False),

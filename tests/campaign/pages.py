@@ -11,6 +11,10 @@ from attn_core.cli.trial import Trial
 from tests.campaign.case import is_banded
 from tests.campaign.entries import without
 
+OPTIONS = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
+"""The plain options of ``paged_attention`` that a campaign draws."""
+TABLES = ("block_table", "seq_lens", "cu_seqlens_q")
+
 
 class Pages(NamedTuple):
     """The arguments of ``paged_attention`` other than q.
@@ -33,7 +37,7 @@ class Pages(NamedTuple):
     @property
     def tables(self) -> dict[str, np.ndarray]:
         """The arguments that are arrays of integers."""
-        return {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
+        return {name: getattr(self, name) for name in TABLES}
 
 
 def pages_of(trial: Trial) -> Pages:

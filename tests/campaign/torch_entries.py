@@ -163,8 +163,7 @@ def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
     spec, laid_out, q = trial.spec, pages_of(trial), tensors["q"]
     k_pages, v_pages = (torch.from_numpy(pool).to(q.device, q.dtype) for pool in (laid_out.k, laid_out.v))
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
-    options: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    options: dict[str, Any] = {name: getattr(spec, name) for name in pages.OPTIONS}
     options |= {name: torch.from_numpy(table).to(q.device) for name, table in laid_out.tables.items()}
     options |= {"max_len_q": laid_out.max_len_q, "sinks": tensors["sinks"], "backend": backend}
     return torch_frontend.paged_attention(q, k_pages, v_pages, **options)
