@@ -126,7 +126,7 @@ MISREAD: dict[str, Callable[[AttentionSpec], dict[str, Any]]] = {
     "a window one wider": lambda spec: {"window": (spec.window[0] + 1, spec.window[1])},
     "the other alignment": lambda spec: {"alignment": "top_left"},
     "a scale one percent off": lambda spec: {"scale": 1.01 * spec.scale},
-    "another softcap": lambda spec: {"softcap": spec.softcap * (1.013 if spec.dtype == "float32" else 1.07)},
+    "another softcap": lambda spec: {"softcap": spec.softcap * (1.013 if spec.dtype == "float32" else 1.066)},
 }
 """What a faulty kernel may take for the fields of a spec (aligned bottom right), by the fault's name."""
 
