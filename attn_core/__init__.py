@@ -1,4 +1,4 @@
-"""attn_core: describes an attention call as plain data, chooses a backend for it, and defines correct results.
+"""Describes an attention call as plain data, chooses a backend for it, and defines correct results.
 
 Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``jax_frontend``.
 """
@@ -7,12 +7,11 @@ from attn_core.backends import Backend, register_backend
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
 from attn_core.call.observe import Counters, counters, log, ranges
-from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
-from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
-from attn_core.paged.allocation.sizing import bytes_per_token, pages_that_fit
+from attn_core.paged.allocator import PageAllocator, PoolFullError
+from attn_core.paged.sizing import bytes_per_token, pages_that_fit
 from attn_core.paged.step import Pages, Step
 from attn_core.selection.choice import NoBackendError, Selection, explain, select
 from attn_core.selection.target import Target

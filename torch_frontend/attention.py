@@ -10,11 +10,10 @@ import torch
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_unknown
-from attn_core.call.keywords import AttentionKeywords, No, Yes
-from attn_core.call.options import Layout, Window, check_layout, is_plain_window
+from attn_core.call.options import AttentionKeywords, Layout, No, Window, Yes, check_layout, is_plain_window
 from attn_core.call.segments import Segments, Visible
 from attn_core.expressions.tracing import TracedFunction
-from torch_frontend.dispatch import eager_calls, functions, general_calls, heads_first, nested
+from torch_frontend.dispatch import eager_calls, functions, general_calls, layouts
 from torch_frontend.dispatch.prepared import find
 from torch_frontend.paged import dense_caches
 
@@ -206,7 +205,7 @@ def _attend_by_steps(q: Any, k: Any, v: Any, layout: Any, rows: CacheRows | None
     if rows is not None:
         return dense_caches.attend(attention, (q, k, v), rows, {**given, "layout": layout})
     if check_layout(layout) == "bhsd":
-        return heads_first.first_exchanged(attention(*heads_first.all_exchanged((q, k, v)), **given))
-    if nested.has_jagged(q, k, v):
-        return nested.attend(attention, (q, k, v), given)
+        return layouts.first_exchanged(attention(*layouts.all_exchanged((q, k, v)), **given))
+    if layouts.has_jagged(q, k, v):
+        return layouts.attend(attention, (q, k, v), given)
     return general_calls.run(q, k, v, given)

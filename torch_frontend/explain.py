@@ -9,12 +9,11 @@ import torch
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
-from attn_core.call.keywords import ExplainKeywords
-from attn_core.call.options import Door, check_layout, names_at
+from attn_core.call.options import Door, ExplainKeywords, check_layout, names_at
 from attn_core.call.segments import Segments, Visible
 from attn_core.selection import NoBackendError, Selection
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import functions, general_calls, heads_first, nested
+from torch_frontend.dispatch import functions, general_calls, layouts
 from torch_frontend.paged import dense_caches
 
 Tensor = torch.Tensor
@@ -45,9 +44,9 @@ def explain(
     if in_cache:
         return dense_caches.explain(explain, (q, k, v), rows, said, needs_backward)
     if check_layout(layout) == "bhsd":
-        q, k, v = heads_first.all_exchanged((q, k, v))
-    if nested.has_jagged(q, k, v):
-        (q, k, v), said["seq_info"] = nested.as_documents((q, k, v), said)
+        q, k, v = layouts.all_exchanged((q, k, v))
+    if layouts.has_jagged(q, k, v):
+        (q, k, v), said["seq_info"] = layouts.as_documents((q, k, v), said)
     return general_calls.explain(q, k, v, said, needs_backward)
 
 

@@ -10,19 +10,18 @@ import torch
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
-from attn_core.call.keywords import QkvPackedKeywords
-from attn_core.call.mask_objects import is_object
-from attn_core.call.options import PLAIN, Door, is_plain_window, names_at, requested_names
+from attn_core.call.options import PLAIN, Door, QkvPackedKeywords, is_plain_window, names_at, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
+from torch_frontend.dispatch import autocast, autograd, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.autograd import once_differentiable
 from torch_frontend.dispatch.eager_calls import checked_options
 from torch_frontend.dispatch.general_calls import gather_arguments
+from torch_frontend.dispatch.mask_objects import is_object
 from torch_frontend.dispatch.prepared import Prepared, Request, find
-from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.run_plan import in_ranges
 from torch_frontend.dispatch.tensor_kinds import is_watched
 from torch_frontend.dispatch.value_checks import in_checks
 
@@ -84,7 +83,7 @@ def attention_qkvpacked(
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])
-    return empty_rows.finish_results(results, inputs, seq_info)
+    return run_plan.finish_results(results, inputs, seq_info)
 
 
 def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Any:
@@ -115,7 +114,7 @@ def _prepare_training(request: Request) -> Prepared | None:
     def build(call_plan: plan.Plan) -> Callable[..., Any]:
         def run(qkv: Tensor, *tables: Tensor | None) -> Any:
             results = QkvAttention.apply(call_plan, qkv, *tables, *absent)
-            return empty_rows.finish_results(results, Inputs(qkv, qkv, qkv, *tables), None)
+            return run_plan.finish_results(results, Inputs(qkv, qkv, qkv, *tables), None)
 
         return run
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from attn_core.backends.contract import Backend, ForwardModePass, Pages, Program, Ranks, RowMaximumPass
 from attn_core.backends.shared import known_bad
-from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.device_kinds import ANY, BRIDGED, STARTS, kind_of
-from attn_core.backends.shared.from_records import forget, from_records
+from attn_core.backends.shared.caches import cached_once, forget, from_records
 from attn_core.backends.shared.known_bad import numbers_of
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import ANY, BRIDGED, STARTS, Build, Support, kind_of
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.masks import Band, band
@@ -157,8 +155,9 @@ def _places() -> dict[str, str]:
 def load(name: str, kind: str = "cpu") -> Backend:
     """Returns a backend's record for a kind of device.
 
-    A backend is a file, ``sage.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
-    ``flex/cpu.py`` and ``flex/cuda.py``. A file for one kind, ``flash2/rocm.py``, comes before ``backend.py``.
+    A backend is a module, ``sage.py``, or a package, ``flash4``, whose ``__init__.py`` ends with the record. Kinds of
+    devices may have modules of their own in a package: ``flex/cpu.py`` and ``flex/cuda.py``, or ``flash2/rocm.py``
+    beside the record of the package.
 
     Raises:
         SpecError: for an unknown name, with close matches.
@@ -177,13 +176,14 @@ def _record(name: str, kind: str) -> Backend:
 def _made_in(place: str, kind: str) -> tuple[Backend, ...]:
     """Returns the records of a file or folder for a kind of device: its own, then its variants. Imports no kernel.
 
-    A file without a record, and a folder without a module for any kind, hold helpers.
+    Modules without a record hold helpers.
     """
     module: Any = importlib.import_module(f"{__name__}.{place}")
     if hasattr(module, "__path__"):
         inside = {entry.name for entry in iter_modules(module.__path__)}
         # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
-        own = [name for name in (kind, "backend", "cpu") if name in inside][:1]
+        kinds = (kind,) if hasattr(module, "BACKEND") else (kind, "cpu")
+        own = [name for name in kinds if name in inside][:1]
         module = importlib.import_module(".".join((__name__, place, *own)))
     return (module.BACKEND, *module.BACKEND.variants) if hasattr(module, "BACKEND") else ()
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attn_core.backends.shared.device_kinds import ANY
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import ANY, Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 
 if TYPE_CHECKING:
-    from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+    from attn_core.backends.shared.kernel_programs import KernelProgram
 
 Ranks = Mapping[str, int]
 Shortcut = Callable[..., "tuple[Any, Any] | None"]

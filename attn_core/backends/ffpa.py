@@ -27,8 +27,8 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from attn_core.backends.contract import Backend
-from attn_core.backends.shared import first_call, kernel_limits, rewrites
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared import first_calls, kernel_limits, rewrites
+from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.readable import copied, readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -171,7 +171,7 @@ def _compiled(spec: AttentionSpec, inputs: Inputs, half: str, run: Callable[[], 
     how, width = lower(spec), _width(max(spec.head_dim, spec.value_dim))
     sides = how["causal"], how["window_size_left"] is None, how["window_size_right"] is None
     key = (half, spec.dtype, width, spec.group_size, *sides, spec.packed, inputs.q.device)
-    return first_call.run("ffpa", key, run, lambda: f"the ffpa {half} of ({spec})")
+    return first_calls.run("ffpa", key, run, lambda: f"the ffpa {half} of ({spec})")
 
 
 BACKEND = Backend(

@@ -30,9 +30,8 @@ from typing import Any
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import kernel_limits
-from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.in_jax.promotion import usual_promotion
-from attn_core.backends.shared.in_jax.sinks import sink_gradient, with_sinks
+from attn_core.backends.shared.caches import cached_once
+from attn_core.backends.shared.in_jax import sink_gradient, usual_promotion, with_sinks
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band

@@ -24,7 +24,7 @@ from typing import Any
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared.aten_masks import explicit
-from attn_core.backends.shared.in_jax.promotion import usual_promotion
+from attn_core.backends.shared.in_jax import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band

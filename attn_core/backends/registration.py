@@ -13,13 +13,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from attn_core.backends.contract import Backend
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.device_kinds import ANY, kind_of
-from attn_core.backends.support import Support
+from attn_core.backends.support import ANY, Support, kind_of
 from attn_core.call.functions import trace
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Alignment, Invariant
-from attn_core.call.pages import BITS, PagedKV
-from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.spec import BITS, DTYPES, AttentionSpec, PagedKV
 from attn_core.errors import SpecError, shown
 from attn_core.expressions.tracing import Aux
 

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from attn_core import backends
-from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.device_kinds import half_dtype
+from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.known_bad import includes, numbers_of
-from attn_core.backends.support import Build
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import AttentionSpec
+from attn_core.backends.support import Build, half_dtype
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.cli.devices import FRAMEWORKS, KNOWN_PACKAGES
 from attn_core.selection import Target, explain, refusals
 

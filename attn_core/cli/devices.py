@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
-from attn_core.backends.shared.device_kinds import STARTS, kind_of
+from attn_core.backends.support import STARTS, kind_of
 from attn_core.errors import SpecError
 from attn_core.selection import tables
 from attn_core.selection.columns import NO_BREAK, wrapped

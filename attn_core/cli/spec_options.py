@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from attn_core import masks
-from attn_core.backends.shared.device_kinds import half_dtype
+from attn_core.backends.support import half_dtype
 from attn_core.call.arguments import HINT, ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import OPTIONS, PLAIN, Option, Options, check_options

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import reads
 from attn_core.call.key_ranges import visible_blocks
 from attn_core.call.masks import visible

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from attn_core.call.masks import Band
-from attn_core.context_parallel import borders, places
+from attn_core.context_parallel import borders, index_arrays
 from attn_core.context_parallel.layout import Layout, Run
 from attn_core.context_parallel.plan import ContextPlan
 from attn_core.context_parallel.tiles import Tile
@@ -23,8 +23,8 @@ def step_of_pairs(plan: ContextPlan) -> np.ndarray:
     steps = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
     for at, step in enumerate(plan.steps):
         for part, tiles in enumerate(step.tiles):
-            queries = places.positions(plan.q_blocks[part].runs)
-            keys = places.positions(plan.key_block(step, part).runs)
+            queries = index_arrays.positions(plan.q_blocks[part].runs)
+            keys = index_arrays.positions(plan.key_block(step, part).runs)
             for tile in tiles:
                 _mark(steps, tile, queries, keys, at)
     return steps
@@ -42,7 +42,7 @@ def _mark(steps: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, 
 def ranks_of(layout: Layout) -> np.ndarray:
     """Returns int64 ``[length]``: the rank that holds each position."""
     # A row of 0 positions has shards of 0 places.
-    return places.places_by_position(layout) // max(1, layout.shard)
+    return index_arrays.places_by_position(layout) // max(1, layout.shard)
 
 
 def draw(plan: ContextPlan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -226,3 +226,16 @@ def _join_blocks(layout: Layout, blocks: Sequence[Block]) -> Block:
     if layout.kind == "striped":
         return Block(tuple(run for block in blocks for run in block.runs), ranks)
     return layouts.build_block(layout, ranks)
+
+
+T = TypeVar("T")
+
+
+def prefetch(groups: int, start: Callable[[int], T]) -> Iterator[tuple[int, T]]:
+    """Yields (group, ``start(group)``) in order, but calls ``start(group + 1)`` before it yields ``group``."""
+    started = [start(0)]
+    for group in range(groups):
+        # Only one group ahead, because every started group holds its tensors in memory.
+        if group + 1 < groups:
+            started.append(start(group + 1))
+        yield group, started.pop(0)  # keeps no reference, so that the caller can free the group's tensors

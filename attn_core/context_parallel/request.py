@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.kinds import is_host_int
 from attn_core.call.options import Options

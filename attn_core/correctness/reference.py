@@ -19,7 +19,7 @@ from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
-from attn_core.paged.quantised.numbers import dequantised
+from attn_core.paged.quantised import dequantised
 from attn_core.paged.tables import slots_of
 
 Array = np.ndarray

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends, masks
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window

@@ -8,12 +8,11 @@ from attn_core.call.arguments import ArrayFacts, check_one_place
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.kinds import check_int32, is_number
 from attn_core.call.options import ON_PAGES, Options, check_flag
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.spec import DTYPES, AttentionSpec, PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged import rotary
-from attn_core.paged.quantised.numbers import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
+from attn_core.paged.quantised import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
 ARGUMENTS = tuple([{"k": "k_pages", "v": "v_pages"}.get(name, name) for name in PagedInputs._fields])

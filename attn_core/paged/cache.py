@@ -8,11 +8,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from attn_core.call.kinds import check_size, is_host_int
-from attn_core.call.pages import BITS, PagedKV, describe
-from attn_core.call.spec import DTYPES
+from attn_core.call.spec import BITS, DTYPES, PagedKV, describe
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.sizing import PoolSizes
+from attn_core.paged.allocator import Copies, PageAllocator
+from attn_core.paged.sizing import PoolSizes
 from attn_core.paged.step import Pages, Step, check_step, take_step
 
 Array = TypeVar("Array")

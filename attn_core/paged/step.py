@@ -13,7 +13,7 @@ import numpy as np
 
 from attn_core.call.kinds import check_names, is_host_int, listed
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
+from attn_core.paged.allocator import Copies, PageAllocator, PoolFullError
 
 
 class Step(NamedTuple):

@@ -18,12 +18,11 @@ import numpy as np
 
 from attn_core.call import key_ranges
 from attn_core.call.kinds import check_within
-from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import check_cu_seqlens
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged import rotary
-from attn_core.paged.quantised.numbers import check_used_scales
+from attn_core.paged.quantised import check_used_scales
 
 TABLES = ("block_table", "seq_lens", "cu_seqlens_q")
 SCALES = ("k_scales", "v_scales")

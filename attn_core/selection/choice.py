@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
-from attn_core.call.pages import describe_pages
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, describe_pages
 from attn_core.selection import forward_mode, preference
 from attn_core.selection.columns import NO_BREAK, wrapped
 from attn_core.selection.target import (

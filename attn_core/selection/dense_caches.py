@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.cache_rows import CacheRows, takes_pages
 from attn_core.call.options import Options, check_options

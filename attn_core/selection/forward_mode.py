@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_core import backends
+from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.from_records import from_records
 from attn_core.call import observe
 from attn_core.call.functions import listed
 from attn_core.call.observe import words_of

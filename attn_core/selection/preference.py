@@ -18,10 +18,9 @@ from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import has_functions
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 from attn_core.selection.target import Target, reasons_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_core import backends
+from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.from_records import from_records
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.backends.shared import known_bad
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once, from_records
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.device_kinds import BRIDGED
-from attn_core.backends.shared.from_records import from_records
-from attn_core.backends.support import Build, Support, limit_to_build
+from attn_core.backends.support import BRIDGED, Build, Support, limit_to_build
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_hashable, check_kind
 from attn_core.call.spec import AttentionSpec

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attn_core import PageAllocator, SpecError
-from attn_core.paged.allocation.allocator import PoolFullError
+from attn_core.paged.allocator import PoolFullError
 
 
 class Cache(Protocol):

@@ -19,7 +19,7 @@ from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
 from attn_core.context_parallel.on_torch import step
-from attn_core.context_parallel.on_torch.current_gpu import head_start
+from attn_core.context_parallel.on_torch.tiles import head_start
 from attn_core.errors import BridgeError, note_call
 from attn_core.paged.tables import SCALES, TABLES, check_read
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder

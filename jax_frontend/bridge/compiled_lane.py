@@ -21,7 +21,7 @@ from jax import lax
 
 from attn_core import backends
 from attn_core.backends.contract import Program
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.observe import compiled, words_of

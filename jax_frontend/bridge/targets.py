@@ -28,8 +28,8 @@ import jax
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared import dry_run
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared import first_calls
+from attn_core.backends.shared.caches import cached_once
 from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.spec import AttentionSpec
@@ -107,7 +107,7 @@ def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
     import torch
 
     with torch.cuda.device(index), torch.no_grad():
-        dry_run.warm_up(record, spec)
+        first_calls.warm_up(record, spec)
 
 
 def token_of(call: BridgedCall | BridgedStep) -> str:

@@ -12,9 +12,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.call.options import (
+    ContextParallelKeywords,
+    No,
+    Options,
+    SpreadKeywords,
+    Window,
+    Yes,
+    check_flag,
+    requested_names,
+)
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -24,7 +32,7 @@ from jax_frontend.context_parallel.mesh import ArraySpecs, RankAxes, RowMesh, fi
 from jax_frontend.context_parallel.prepare import build_request, explain_request, local_request, prepare, rank_axes
 from jax_frontend.context_parallel.rank import attend
 from jax_frontend.context_parallel.shards import cut_layout, shard_sequence, unshard_sequence
-from jax_frontend.dispatch import empty_rows, plan
+from jax_frontend.dispatch import differentiable, plan
 from jax_frontend.dispatch.local_call import vary_over, varying_axes
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
@@ -236,5 +244,5 @@ def attend_shards(request: Request, q: Array, k: Array, v: Array, sinks: Array |
     if lse is None:
         return out
     if sinks is not None:
-        lse = empty_rows.fill_with_sinks(lse, sinks, prepare(request, needs_backward=False).query_count)
+        lse = differentiable.fill_with_sinks(lse, sinks, prepare(request, needs_backward=False).query_count)
     return out, lse[0] if request.packed else lse

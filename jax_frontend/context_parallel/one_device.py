@@ -20,7 +20,7 @@ from attn_core.selection import NoBackendError, Target, explain, refusals
 from jax_frontend.context_parallel import rank
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.prepare import RankPlan
-from jax_frontend.dispatch import empty_rows, plan
+from jax_frontend.dispatch import differentiable, plan
 from jax_frontend.dispatch.differentiable import varying_alike
 
 Array = jax.Array
@@ -82,7 +82,7 @@ def attend(
     results = _attend(call, alike.q, alike.k, alike.v, alike.sinks)
     if not options.return_lse or sinks is None:
         return results
-    return results[0], empty_rows.fill_with_sinks(results[1], alike.sinks)
+    return results[0], differentiable.fill_with_sinks(results[1], alike.sinks)
 
 
 def _tiled_call(inputs: Inputs, options: Options, requested: tuple[str, ...] | None) -> TiledCall | None:

@@ -19,7 +19,7 @@ from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import Target
 from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel.mesh import RankAxes, RowMesh
-from jax_frontend.context_parallel.places import BlockOrder, block_order
+from jax_frontend.context_parallel.positions import BlockOrder, block_order
 from jax_frontend.dispatch import plan
 
 Array = jax.Array

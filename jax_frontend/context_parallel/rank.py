@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_core.backends.shared.in_jax.sinks import sink_gradient
+from attn_core.backends.shared.in_jax import sink_gradient
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered
-from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
-from attn_core.context_parallel.prefetch import prefetch
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Step, prefetch
 from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel.exchange import KVPair
-from jax_frontend.context_parallel.places import add, take
+from jax_frontend.context_parallel.positions import add, take
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.context_parallel.tiles import PartTiles, switch_by_part
 from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.layout import Layout, build_layout, check_axis
 from attn_core.context_parallel.plan import outer_and_inner
@@ -45,7 +45,7 @@ def shard_sequence(
     plan.check_array("x", x)
     row_mesh, dim = find_row_mesh(mesh, axis_name), check_axis(dim, x.ndim)
     row = row_layout(row_mesh, layout, x.shape[dim], document_offsets(seq_info))
-    table = places.positions_by_shard(row)
+    table = index_arrays.positions_by_shard(row)
     if row_mesh.inside:
         own = jnp.asarray(table, jnp.int32)[row_mesh.rank]
         # Places without a position have the row's length as index, which mode="fill" reads as 0.
@@ -86,7 +86,7 @@ def unshard_sequence(
             f"x: expected {row_mesh.world} shards of {row.shard} places, for length={length} in layout={layout!r}, got "
             f"{places_in_all} places in all"
         )
-    index = places.places_by_position(row)
+    index = index_arrays.places_by_position(row)
     if row_mesh.inside:
         # The inner axis first: ranks are numbered outer first, so the shards end up in the order of ranks.
         for name in reversed(row_mesh.names):
@@ -140,7 +140,7 @@ def position_ids(row_mesh: RowMesh, layout: str, length: int, documents: tuple[i
 
     Inside ``jax.shard_map`` ``[shard]``, this device's places; outside all places end to end.
     """
-    positions = jnp.asarray(places.position_ids(row_layout(row_mesh, layout, length, documents), documents))
+    positions = jnp.asarray(index_arrays.position_ids(row_layout(row_mesh, layout, length, documents), documents))
     return positions[row_mesh.rank] if row_mesh.inside else positions.ravel()
 
 

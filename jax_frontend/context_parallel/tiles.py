@@ -16,10 +16,10 @@ from jax import lax
 
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.places import places_in_gathered, places_of_tile
+from attn_core.context_parallel.index_arrays import places_in_gathered, places_of_tile
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend.context_parallel.exchange import KVPair, unpack_gathered
-from jax_frontend.context_parallel.places import add, put, take
+from jax_frontend.context_parallel.positions import add, put, take
 from jax_frontend.dispatch import ops
 from jax_frontend.dispatch.differentiable import varying_alike
 from jax_frontend.dispatch.local_call import varying_as

@@ -1,4 +1,9 @@
-"""Attention as a differentiable JAX function: forward and reverse mode, remat, and types inside ``jax.shard_map``."""
+"""Attention as a differentiable JAX function: forward and reverse mode, remat, and types inside ``jax.shard_map``.
+
+For a row that sees no key, backends return a log-sum-exp of -inf with or without sinks, because their backwards
+recognise the row by that and ignore its dout. The caller gets the sink, the only term of such a row's sum: JAX
+operations after the kernel put it there, so that JAX computes its gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,42 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attn_core.call.functions import AUX
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import aux_numbers
 from attn_core.selection import NoBackendError, Target, explain
-from jax_frontend.dispatch import empty_rows, max_logit, ops, plan, tangent
+from jax_frontend.dispatch import max_logit, ops, plan, tangent
 from jax_frontend.dispatch.local_call import has_maximum, speaks_jax, vary_over, varying_as, varying_axes
 
 Array = jax.Array
+
+
+def fill_with_sinks(lse: Array, sinks: Array, end: Any = None) -> Array:
+    """Returns the log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` in place of -inf.
+
+    Args:
+        end: the first row that belongs to no document, a number or an array of one; None if all rows belong to one.
+            Rows from ``end`` on stay -inf.
+    """
+    # Adding to zeros gives the sinks lse's sharding and varying mesh axes, which ``where`` requires.
+    sinks = jnp.zeros_like(lse) + jnp.expand_dims(_split_as_heads(sinks, lse), (*range(lse.ndim - 2), lse.ndim - 1))
+    alone = (lse == -jnp.inf) & (sinks != -jnp.inf)
+    if end is not None:
+        alone &= jnp.expand_dims(jnp.arange(lse.shape[-1], dtype=jnp.int32) < end, tuple(range(lse.ndim - 1)))
+    return jnp.where(alone, sinks, lse)
+
+
+def _split_as_heads(sinks: Array, lse: Array) -> Array:
+    """Returns the sinks in lse's dtype; on a mesh with Explicit axes also split as lse's heads are."""
+    sinks, source, target = sinks.astype(lse.dtype), jax.typeof(sinks).sharding, jax.typeof(lse).sharding  # type: ignore[attr-defined]
+    if any(source.spec) and AxisType.Explicit in source.mesh.axis_types:
+        return jax.sharding.reshard(sinks, NamedSharding(target.mesh, PartitionSpec(target.spec[-2])))  # type: ignore[no-any-return]
+    return sinks
+
+
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """The names by which ``jax.checkpoint`` policies select the forward's results that the backward needs."""
 
@@ -156,7 +187,7 @@ def differentiable_attention(call: plan.Plan, inputs: Inputs) -> Any:
     out, *others = _attention(call, inputs)
     if inputs.sinks is not None and call.spec.return_lse:
         end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
-        others[0] = empty_rows.fill_with_sinks(others[0], inputs.sinks, end)
+        others[0] = fill_with_sinks(others[0], inputs.sinks, end)
     return (out, *others) if others else out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax.export import DisabledSafetyCheck
 
 from attn_core.backends import flash3_xla, jax_cudnn
-from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared import kernel_programs
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
 
@@ -54,7 +54,7 @@ def _targets() -> tuple[str, ...]:
     # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward", "jvp", "row_maximum")]
     of_backends = (*jax_cudnn.CUSTOM_CALLS, *flash3_xla.CUSTOM_CALLS)
-    return (*targets, *compiled_lane.compile_seconds(), triton_programs.TARGET, *of_backends)
+    return (*targets, *compiled_lane.compile_seconds(), kernel_programs.TARGET, *of_backends)
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:

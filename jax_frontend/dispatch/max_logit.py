@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
-from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
-from attn_core.backends.shared.in_jax.promotion import usual_promotion
+from attn_core.backends.shared.caches import from_records
+from attn_core.backends.shared.in_jax import document_numbers, safe_offsets, usual_promotion
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core import backends
-from attn_core.backends.shared.in_jax.offsets import safe_offsets
+from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.observe import compiled
 from attn_core.call.tensors import Gradients, Inputs, Tangents

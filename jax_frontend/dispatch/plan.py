@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.hints import remedy_of

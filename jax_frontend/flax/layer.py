@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 from jax.nn.initializers import Initializer, lecun_normal, zeros
 
-from attn_core.backends.shared.in_jax.offsets import document_numbers
-from attn_core.backends.shared.in_jax.xla_precision import current_precision, current_precision_level
+from attn_core.backends.shared.in_jax import current_precision, current_precision_level, document_numbers
 from attn_core.call.layers import ON_ROWS, OVER_RANKS, options_of, refuse_over_ranks
 from attn_core.call.segments import Segments
 from attn_core.call.seq_info import SeqInfo

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.in_jax.offsets import document_numbers
-from attn_core.backends.shared.in_jax.promotion import usual_promotion
+from attn_core.backends.shared.in_jax import document_numbers, usual_promotion
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
 from attn_core.paged.arguments import check_choice
-from attn_core.paged.quantised.numbers import STORED, page_factors, stored_numbers, token_scales
+from attn_core.paged.quantised import STORED, page_factors, stored_numbers, token_scales
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import pages_and_offsets, places_of_append
 from jax_frontend.dispatch import partitioning, plan

@@ -9,18 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.from_records import from_records
-from attn_core.backends.shared.in_jax.offsets import safe_offsets
+from attn_core.backends.shared.caches import from_records
+from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
-from attn_core.call.options import Options, check_options, check_paged_options, requested_names
+from attn_core.call.options import (
+    ExplainPagedKeywords,
+    Options,
+    PagedKeywords,
+    check_options,
+    check_paged_options,
+    requested_names,
+)
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Selection, new_plans, override
-from jax_frontend.dispatch import empty_rows, ops, plan
+from jax_frontend.dispatch import differentiable, ops, plan
 from jax_frontend.paged.tables import as_operand, checked_tables, on_host
 
 Array = jax.Array
@@ -167,7 +173,7 @@ def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
         out, lse = jnp.where(after[:, None, None], 0, out), None if lse is None else jnp.where(after, -jnp.inf, lse)
     if lse is not None and inputs.sinks is not None:
         end = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1]
-        lse = empty_rows.fill_with_sinks(lse, inputs.sinks, end)
+        lse = differentiable.fill_with_sinks(lse, inputs.sinks, end)
     return (out, lse) if spec.return_lse else out
 
 

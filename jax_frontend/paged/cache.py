@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.hints import SharedOptions
-from attn_core.call.keywords import CachedKeywords
+from attn_core.call.options import CachedKeywords
 from attn_core.errors import DeviceError, DTypeError, SpecError, shown
-from attn_core.paged import layouts
-from attn_core.paged.allocation import sizing
-from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.allocation.sizing import PoolSizes
+from attn_core.paged import layouts, sizing
+from attn_core.paged.allocator import Copies
 from attn_core.paged.cache import CacheSizes, PagedCache
+from attn_core.paged.sizing import PoolSizes
 from attn_core.paged.step import Step
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.append import append_kv

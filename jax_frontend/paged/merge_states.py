@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.partial_results import merged, parts_of
+from attn_core.paged.merge_states import merged, parts_of
 from jax_frontend.dispatch import plan
 
 Array = jax.Array

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from attn_core.backends.sdpa_cudnn import backend as cudnn
-from attn_core.backends.sdpa_efficient import backend as efficient
+from attn_core.backends import sdpa_cudnn as cudnn
+from attn_core.backends import sdpa_efficient as efficient
 from attn_core.backends.shared import aten_masks
 from attn_core.call.spec import AttentionSpec
 from tests.torch_frontend.test_small_call_counts import frames, operations

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, masks
-from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends import flash4
 from attn_core.backends.flash4 import block_tables, own_kernels
-from attn_core.backends.shared import constant_tensors
+from attn_core.backends.shared import caches
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from tests.campaign.functions import fields_of
@@ -157,16 +157,16 @@ def test_results_of_constants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(1)
         return len(made)
 
-    tensor = constant_tensors.declare(torch.zeros(3))
-    assert [constant_tensors.made_from(tensor, "a", make) for _ in range(3)] == [1, 1, 2]  # the third on a stream
-    assert constant_tensors.made_from(tensor, "b", make) == 3
+    tensor = caches.declare(torch.zeros(3))
+    assert [caches.made_from(tensor, "a", make) for _ in range(3)] == [1, 1, 2]  # the third on a stream
+    assert caches.made_from(tensor, "b", make) == 3
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert constant_tensors.made_from(tensor, "a", make) == 4
+    assert caches.made_from(tensor, "a", make) == 4
     other = torch.zeros(3)
-    assert [constant_tensors.made_from(other, "a", make) for _ in range(2)] == [5, 6]
+    assert [caches.made_from(other, "a", make) for _ in range(2)] == [5, 6]
     address = tensor.data_ptr()
     del tensor
-    assert address not in constant_tensors._results
+    assert address not in caches._results
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.backends.shared.plain import block_operands
+from attn_core.backends.shared.plain import blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from torch_frontend import SeqInfo, attention
@@ -116,7 +116,7 @@ def test_a_call_with_bounded_scores_gives_the_results_of_one_that_looks_at_each(
         tensors["qkv".index(broken)][0, 250, 1, 2] = float("nan")
     found = []
     for rows in (0, 10**9):
-        monkeypatch.setattr(block_operands, "FEW_ROWS", rows)
+        monkeypatch.setattr(blocks, "FEW_ROWS", rows)
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         out, lse = attention(*leaves, **LARGE[name], return_lse=True, backend="math")
         found.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
@@ -141,7 +141,7 @@ def test_only_finite_values_are_bounded() -> None:
         q = torch.ones(2, 600, 2, 8)
         k = q.clone()
         k[1, 5, 1, 3] = value
-        return block_operands.is_bounded(spec, Inputs(q, k, q))
+        return blocks.is_bounded(spec, Inputs(q, k, q))
 
     assert bounded(1.0)
     assert not any(bounded(value) for value in (float("nan"), float("inf"), -float("inf"), 1e30))
@@ -153,7 +153,7 @@ def test_only_finite_values_are_bounded() -> None:
 def test_the_blocks_of_a_call_share_their_memory(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[str, int]] = []
 
-    class Counted(block_operands.ScoreMemory):
+    class Counted(blocks.ScoreMemory):
         def part(self, name: str, *shape: int) -> torch.Tensor:
             part: torch.Tensor = super().part(name, *shape)
             used.append((name, part.untyped_storage().data_ptr()))

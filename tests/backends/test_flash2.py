@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, Target, backends, selection
-from attn_core.backends.flash2 import backend as flash2
+from attn_core.backends import flash2
 from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build
 from attn_core.call.masks import band

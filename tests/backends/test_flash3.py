@@ -20,9 +20,9 @@ from oracle_cases import make
 from paged_inputs import inputs_of
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
-from attn_core.backends.flash3 import backend as flash3
-from attn_core.backends.flash3.backend import SMALLEST_FACTOR, Operators, prepare, quantise
-from attn_core.backends.shared import build_trials, rewrites
+from attn_core.backends import flash3
+from attn_core.backends.flash3 import SMALLEST_FACTOR, Operators, prepare, quantise
+from attn_core.backends.shared import first_calls, rewrites
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
@@ -336,8 +336,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def install_stand_ins(lacks: tuple[str, ...] = (), backward: str | None = None) -> Operators:
         actual = Operators(StandIn("forward", lacks), StandIn("backward", lacks, backward), "stand-in 1.2")
         monkeypatch.setattr(flash3, "operators", lambda: actual)
-        ones = build_trials._ones
-        monkeypatch.setattr(build_trials, "_ones", lambda spec, device: ones(spec, "cpu"))
+        ones = first_calls._ones
+        monkeypatch.setattr(first_calls, "_ones", lambda spec, device: ones(spec, "cpu"))
         empty_caches()
         return actual
 

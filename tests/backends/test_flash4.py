@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
-from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import backend as flash4_kernel
+from attn_core.backends import flash4
+from attn_core.backends import flash4 as flash4_kernel
 from attn_core.backends.flash4 import functions as flash4_scores
 from attn_core.backends.flash4 import own_kernels, replay, versions
-from attn_core.backends.shared import dry_run, first_call
-from attn_core.backends.shared.sinks import sink_gradient
+from attn_core.backends.shared import first_calls
+from attn_core.backends.shared.rewrites import sink_gradient
 from attn_core.backends.support import Build
 from attn_core.call.masks import band
 from attn_core.call.tensors import Gradients, Inputs
@@ -408,9 +408,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(flash4_scores, "each_pair", lambda function, *vectors: function(0, *vectors))
     monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    first_call._compiled.clear()
+    first_calls._compiled.clear()
     yield stand_in
-    first_call._compiled.clear()
+    first_calls._compiled.clear()
 
 
 EMPTY_ROWS = {"causal": True, "q_len": 7, "kv_len": 5}
@@ -536,8 +536,8 @@ def test_a_graph_capture_refuses_kernels_that_are_not_compiled(kernel: Kernel, m
         flash4.forward(spec, inputs)
     assert kernel.calls == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dry_run, "zeros", lambda spec: inputs)
-    dry_run.warm_up(flash4.BACKEND, spec)
+    monkeypatch.setattr(first_calls, "zeros", lambda spec: inputs)
+    first_calls.warm_up(flash4.BACKEND, spec)
     assert len(kernel.calls) == 3  # forward, backward, backward with a gradient of the log-sum-exp
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for same in (spec, replace(spec, scale=0.7, return_lse=False), replace(spec, needs_backward=False)):
@@ -565,10 +565,10 @@ def test_warm_up_tensors_have_the_shapes_of_the_call(monkeypatch: pytest.MonkeyP
     zeros, tensor = torch.zeros, torch.tensor
     monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
-    made = dry_run.zeros(spec_of(sinks=True, value_dim=32))
+    made = first_calls.zeros(spec_of(sinks=True, value_dim=32))
     assert made.q.shape == (2, 5, 6, 64) and made.k.shape == (2, 7, 3, 64) and made.v.shape == (2, 7, 3, 32)
     assert made.q.dtype == torch.bfloat16 and made.sinks.shape == (6,) and made.cu_seqlens_q is None
-    made = dry_run.zeros(spec_of(**PACKED))
+    made = first_calls.zeros(spec_of(**PACKED))
     assert made.q.shape == (12, 6, 64) and made.k.shape == (14, 3, 64)
     assert made.cu_seqlens_q.tolist() == [0, 6, 12, 12, 12, 12, 12]
     assert made.cu_seqlens_k.tolist() == [0, 5, 10, 14, 14, 14, 14] and made.cu_seqlens_k.dtype == torch.int32
@@ -586,7 +586,7 @@ def gpu_case(**features: Any) -> tuple[AttentionSpec, Inputs]:
     )
     if backends.availability("flash4", "cuda")[1] or reasons(spec, device_or_skip()):
         pytest.skip("no flash4 here")
-    blank = dry_run.zeros(spec)
+    blank = first_calls.zeros(spec)
     return spec, Inputs(*(x.normal_() if x is not None and x.is_floating_point() else x for x in blank))
 
 
@@ -597,11 +597,11 @@ def device_or_skip() -> str:
 @pytest.mark.cuda
 def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
     spec, inputs = gpu_case(softcap=20.0, causal=True)
-    first_call._compiled.clear()
+    first_calls._compiled.clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="call warm_up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         flash4.forward(spec, inputs)
-    dry_run.warm_up(flash4.BACKEND, spec)
+    first_calls.warm_up(flash4.BACKEND, spec)
     out, lse = flash4.forward(spec, inputs)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

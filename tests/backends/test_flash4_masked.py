@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, Target, masks, selection
-from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import function_blocks, functions, masked, own_kernels, replay
+from attn_core.backends import flash4
+from attn_core.backends.flash4 import block_tables, functions, masked, own_kernels, replay
 from attn_core.backends.flash4.versions import NEWER
-from attn_core.backends.shared import dry_run
+from attn_core.backends.shared import first_calls
 from attn_core.backends.support import Build, limit_to_build
 from attn_core.call.tensors import Inputs
 from tests.campaign.functions import MASKS, SCORES, fields_of
@@ -141,7 +141,7 @@ def test_blocks_of_a_mask_function(name: str, axes: tuple[int, int], monkeypatch
     monkeypatch.setattr(own_kernels, "launch", lambda kernel, arguments: calls.append(arguments))
     spec = spec_of(**fields_of(name, None, (2, 4, 200, 300)))
     arrays = [torch.zeros(entry.shape, dtype=torch.int32) for entry in spec.aux]
-    states = function_blocks.states(spec, arrays, torch.device("cpu"), own_kernels)
+    states = block_tables.states(spec, arrays, torch.device("cpu"), own_kernels)
     ((first, *lengths, scalars),) = calls
     assert first is states and states.shape == (*axes, 2, 3) and states.dtype == torch.int8
     numbers = [scalar.value for scalar in scalars]
@@ -245,7 +245,7 @@ def test_replayed_launches_give_the_bits_of_the_entry_points(name: str) -> None:
 @pytest.mark.cuda
 def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
     spec, inputs, _ = on_gpu("mask function, ranges, causal", needs_backward=False)
-    dry_run.warm_up(flash4.BACKEND, spec)
+    first_calls.warm_up(flash4.BACKEND, spec)
     expected, _ = flash4.forward(spec, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

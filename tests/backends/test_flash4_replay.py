@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from attn_core import AttentionSpec
-from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends import flash4
 from attn_core.backends.flash4 import own_kernels, program, recording, replay
 from attn_core.backends.flash4.recording import Launch, Operand, Recorder, Uncompiled
-from attn_core.backends.shared import dry_run, first_call
-from attn_core.backends.shared.programs.kernel_programs import Unrecordable
+from attn_core.backends.shared import first_calls
+from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
 from tests.campaign.functions import fields_of
 
@@ -121,7 +121,7 @@ def interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
 def forget() -> None:
     for cached in (own_kernels.entry_points, recording._private_copy, recording.is_possible):
         cached.cache_clear()
-    for known in (replay._seen, replay._recorded, first_call._compiled):
+    for known in (replay._seen, replay._recorded, first_calls._compiled):
         known.clear()
 
 
@@ -406,7 +406,7 @@ def test_a_call_without_memory_has_the_launches_of_a_call_with_it(spec: Attentio
     recordings = []
     for with_memory in (True, False):
         with nullcontext() if with_memory else program.without_memory():
-            inputs = dry_run.zeros(spec, "cpu")
+            inputs = first_calls.zeros(spec, "cpu")
             out, lse, dout = torch.zeros(spec.out_shape), torch.zeros(spec.lse_shape), torch.zeros(spec.out_shape)
             offsets = inputs.cu_seqlens_q, None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.clone()
             forward = replay.ForwardOperands(*inputs[:3], out, lse, *offsets)

@@ -29,7 +29,7 @@ from attn_core.backends.flex import (
     cuda as flex_cuda,
 )
 from attn_core.backends.flex import program as programs
-from attn_core.backends.shared import dry_run
+from attn_core.backends.shared import first_calls
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
@@ -544,8 +544,8 @@ def test_other_threads_and_autocast_change_nothing(standing_in: list[Any]) -> No
 @needs_no_gpu
 def test_a_warm_call_compiles_nothing(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = case_of("packed, causal", needs_backward=True)
-    blank = dry_run.zeros(case.spec, "cpu")
-    monkeypatch.setattr(dry_run, "zeros", lambda spec: blank)
+    blank = first_calls.zeros(case.spec, "cpu")
+    monkeypatch.setattr(first_calls, "zeros", lambda spec: blank)
     flex_cuda.warm_up(case.spec)
     compilations = len(standing_in)
     out, lse = flex_cuda.forward(case.spec, inputs)

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn_core.backends.shared.incoming_gradients import copy_other_layouts, copy_unaligned
+from attn_core.backends.shared.autograd import copy_other_layouts, copy_unaligned
 
 
 def unaligned(tensor: Any) -> Any:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import xla_compiler
 from callers_view import callers_results
 
-from attn_core.backends.jax_xla import backend as jax_xla
+from attn_core.backends import jax_xla
 from attn_core.backends.jax_xla import tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
-from attn_core.backends.shared.in_jax.offsets import safe_offsets
+from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import reference

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_core.backends.shared import aten_masks, kept_masks
+from attn_core.backends.shared import aten_masks
 from attn_core.call.spec import AttentionSpec
 from torch_frontend import attention
 
@@ -16,7 +16,7 @@ from torch_frontend import attention
 @pytest.fixture
 def mask() -> torch.Tensor:
     table = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) < 0.5
-    kept_masks.keep_additive(table)
+    aten_masks.keep_additive(table)
     return table
 
 
@@ -45,7 +45,7 @@ def test_the_function_of_a_spec_uses_the_kept_form(mask: torch.Tensor) -> None:
 @pytest.mark.cuda
 def test_each_stream_has_its_own_form() -> None:
     mask = torch.rand(2, 1, 1, 11, device="cuda") < 0.5
-    kept_masks.keep_additive(mask)
+    aten_masks.keep_additive(mask)
     first = additive(mask)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert additive(mask) is not first
@@ -61,7 +61,7 @@ def test_only_the_mask_itself_keeps_its_form(mask: torch.Tensor) -> None:
 
 
 def test_large_forms_are_not_kept(mask: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_masks, "KEPT_ELEMENTS", mask.numel() - 1)
+    monkeypatch.setattr(aten_masks, "KEPT_ELEMENTS", mask.numel() - 1)
     assert additive(mask) is not additive(mask)
 
 
@@ -69,7 +69,7 @@ def test_inference_mode_and_training_have_separate_forms(mask: torch.Tensor) -> 
     with torch.inference_mode():
         inside = additive(mask)
         assert inside.is_inference() and additive(mask) is inside
-        kept_masks.keep_additive(unmarked := torch.ones(1, 1, 1, 4, dtype=torch.bool))
+        aten_masks.keep_additive(unmarked := torch.ones(1, 1, 1, 4, dtype=torch.bool))
         assert additive(unmarked) is not additive(unmarked)
     assert not additive(mask).is_inference()
 
@@ -101,7 +101,7 @@ def test_a_compiled_call_keeps_no_form(mask: torch.Tensor) -> None:
     """Memory that is allocated while a CUDA graph warms up belongs to the graph, so no mask may hold it."""
     q = torch.randn(2, 5, 4, 8)
     k = torch.randn(2, 11, 4, 8)
-    forms = getattr(mask, kept_masks.MARK)[1]
+    forms = getattr(mask, aten_masks.MARK)[1]
 
     def call(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attention(q, k, k, mask=mask)
@@ -124,6 +124,6 @@ def test_a_cuda_graph_of_a_compiled_call_takes_a_mask_that_keeps_forms(backend: 
     with torch.no_grad():
         for seed in range(5):
             mask = torch.rand(2, 1, 1, 16, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) < 0.5
-            kept_masks.keep_additive(mask)
+            aten_masks.keep_additive(mask)
             for _ in range(2):
                 torch.testing.assert_close(compiled(mask).clone(), call(mask))

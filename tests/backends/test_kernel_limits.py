@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, Target, explain
-from attn_core.backends.xformers import backend as xformers
+from attn_core.backends import xformers
 
 SPEC = AttentionSpec(
     **{"batch": 16, "q_len": 32768, "kv_len": 32768, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},

@@ -181,7 +181,7 @@ class Fault:
             pytest.skip(f"a fault of {self.row.package} {self.row.versions}; here is {self.version}")
         self.module: Any = backends.load(self.backend, backends.kind_of(device))
         if self.operator:
-            kernel = import_module("attn_core.backends.xformers.backend")._kernel(self.operator)
+            kernel = import_module("attn_core.backends.xformers")._kernel(self.operator)
             self.module = SimpleNamespace(
                 forward=partial(rewrites.forward, kernel), backward=partial(rewrites.backward, kernel)
             )
@@ -318,7 +318,7 @@ OVERFLOW = """
 import torch
 from dataclasses import replace
 from attn_core import AttentionSpec, backends
-from attn_core.backends.xformers import backend as xformers
+from attn_core.backends import xformers
 from attn_core.call.tensors import Inputs
 kernel = backends.load({backend!r}, "cuda")
 if {operator!r}:

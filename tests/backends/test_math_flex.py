@@ -14,12 +14,12 @@ import pytest
 from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, PACKED
 
 from attn_core import AttentionSpec, SpecError, Target, explain
+from attn_core.backends import math
 from attn_core.backends.flex import cpu as flex
-from attn_core.backends.math import backend as math
+from attn_core.backends.shared import row_blocks
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.parts import row_blocks
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.backends.shared.plain import contained_sums
+from attn_core.backends.shared.plain import blocks
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
 
@@ -95,7 +95,7 @@ def offsets_on_host_or_device(request, monkeypatch):
     """Runs packed documents both ways: with offsets read on the host, and with offsets left on the device."""
     if request.param == "tokens":
         monkeypatch.setattr(row_blocks, "_host_blocks", lambda *call: row_blocks._token_blocks(*call[:3]))
-        monkeypatch.setattr(contained_sums, "_harmless", lambda values, hidden: hidden is None)
+        monkeypatch.setattr(blocks, "_harmless", lambda values, hidden: hidden is None)
     return request.param
 
 

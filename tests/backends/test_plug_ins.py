@@ -194,7 +194,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no forward": ({"forward": None}, ("forward: expected", "got None")),
     "claims that are none": ({"forward_claims": "all"}, ("forward_claims: expected Support",)),
     "a name with a hyphen": ({"name": "my-kernel"}, ("'my-kernel'", "name: expected lower-case letters")),
-    "a taken name": ({"name": "math"}, ("name: taken by the backend in", "backends/math/backend.py; choose another")),
+    "a taken name": ({"name": "math"}, ("name: taken by the backend in", "backends/math/__init__.py; choose another")),
     "another framework": ({"framework": "numpy"}, ("framework='numpy': expected 'torch' or 'jax'",)),
     "no backward": ({"backward": None}, ("backward: expected backward and backward_claims together",)),
     "no jvp": ({"forward_mode": backends.ForwardModePass(claims=CLAIMS, jvp=None)}, ("forward_mode: expected a jvp",)),
@@ -342,7 +342,7 @@ def test_entry_points_bring_backends_and_a_broken_one_is_named(site: Path) -> No
         "raises": ("raises:BACKEND", "no such driver", str(site / "raises.py")),
         "lacks": ("lacks:BACKEND", "missing", "'lower'", str(site / "lacks.py")),
         "lies": ("lies:BACKEND", "forward_claims.packed", "no documents", str(site / "lies.py")),
-        "math": ("taken:BACKEND", "name: taken by the backend in", "math/backend.py", str(site / "toy.py")),
+        "math": ("taken:BACKEND", "name: taken by the backend in", "math/__init__.py", str(site / "toy.py")),
         "nothing": ("missing:BACKEND", "No module named 'missing'"),
     }
     assert seen["broken"].keys() == words.keys()

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 
 import attn_core
 import torch_frontend
+from attn_core.backends import triton_ordered
 from attn_core.backends.flex import operands as flex
 from attn_core.backends.sdpa_efficient import operands as sdpa_efficient
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
 from attn_core.backends.shared.readable import Rule, dense_channels, readable, readable_rows, whole_vectors, writable
-from attn_core.backends.triton_ordered import backend as triton_ordered
 
 BATCH, LENGTH, HEADS, DIM = 2, 6, 4, 32
 WHOLE = torch.arange(2 * BATCH * LENGTH * HEADS * DIM * 3).bfloat16().view(2 * BATCH, LENGTH, HEADS, 3 * DIM)

@@ -18,8 +18,8 @@ from kernel_stand_ins import Score, backward, forward
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
-from attn_core.backends.sdpa_cudnn import backend as cudnn
-from attn_core.backends.sdpa_efficient import backend as efficient
+from attn_core.backends import sdpa_cudnn as cudnn
+from attn_core.backends import sdpa_efficient as efficient
 from attn_core.backends.sdpa_efficient import operands
 from attn_core.backends.sdpa_flash import cuda as flash
 from attn_core.backends.shared import aten_masks

@@ -19,10 +19,10 @@ from spec_strategies import Call, make_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_core import AttentionSpec, Target, explain
-from attn_core.backends.math import backend as math
+from attn_core.backends import math
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
 from attn_core.backends.sdpa_flash import cpu_blocks
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
 
 SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}

@@ -13,7 +13,7 @@ from direct_calls import assert_right, judged, ran, tensors
 from oracle_cases import make
 
 from attn_core import AttentionSpec
-from attn_core.backends.math import backend as math
+from attn_core.backends import math
 from attn_core.backends.shared.plain import attention as plain_attention
 
 CASES: dict[str, dict[str, Any]] = {

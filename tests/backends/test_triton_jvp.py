@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, Target, explain
-from attn_core.backends.triton_jvp import backend as triton_jvp
+from attn_core.backends import triton_jvp
 from attn_core.backends.triton_jvp import launches
 from attn_core.selection import forward_mode
 

@@ -32,8 +32,8 @@ from oracle_cases import rounded
 from other_process import OtherProcess
 from spec_strategies import MISREAD, Call, make_call, misread
 
+from attn_core.backends import triton_jvp
 from attn_core.backends.contract import ForwardModePass, RowMaximumPass
-from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.correctness import reference
 from attn_core.selection import row_maximum

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attn_core.backends.shared.programs import triton as triton_launch
+from attn_core.backends.shared import triton as triton_launch
 
 torch = pytest.importorskip("torch")
 

@@ -13,10 +13,9 @@ pytest.importorskip("triton")
 from sm90_code import compiled, is_in_order, loose_operations
 
 from attn_core import AttentionSpec, Target, explain
+from attn_core.backends import triton_ordered, triton_splitkv
 from attn_core.backends.shared.in_order import order
-from attn_core.backends.triton_ordered import backend as triton_ordered
 from attn_core.backends.triton_ordered import launches
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.selection import preference
 
 GPU = Target("torch", "sm90")

@@ -26,12 +26,11 @@ from same_bits_calls import Kind, differing, packed_of
 from spec_strategies import MISREAD, Call, make_call, misread
 from triton_interpreter import ALL, NONE, SMALL, make_small
 
+from attn_core.backends import triton_ordered, triton_splitkv
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import Order, Tiles
-from attn_core.backends.triton_ordered import backend as triton_ordered
 from attn_core.backends.triton_ordered import launches
 from attn_core.backends.triton_ordered.launches import Tile
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
@@ -342,11 +341,11 @@ PROGRAMS = {"causal": ALL, "rows without keys, sinks": NONE, "slopes of heads": 
 @pytest.mark.parametrize(("name", "few"), PROGRAMS.items())
 def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: pytest.MonkeyPatch) -> None:
     """Its kernels run here on buffers that were NaN, in the order in which XLA would launch them."""
-    from attn_core.backends.shared.programs import triton_programs
+    from attn_core.backends.shared import kernel_programs
 
     small.setattr(order, "FEW_PROGRAMS", few)
     small.setattr(
-        triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, kinds, how)
+        kernel_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, kinds, how)
     )
     call = make_call(**CASES[name])
     spec, inputs = call.spec, tensors(call)

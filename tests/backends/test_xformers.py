@@ -13,10 +13,18 @@ import pytest
 from oracle_cases import LENGTHS_K, LENGTHS_Q, PACKED, make
 
 from attn_core import AttentionSpec, Target, backends
+from attn_core.backends import xformers
 from attn_core.backends.support import Build
-from attn_core.backends.xformers import backend as xformers
 from attn_core.backends.xformers import operators
-from attn_core.backends.xformers.bias import NO_CLASS, TENSOR, Mask, added_tensor, documents_mask, mask_of, rows_mask
+from attn_core.backends.xformers.operators import (
+    NO_CLASS,
+    TENSOR,
+    Mask,
+    added_tensor,
+    documents_mask,
+    mask_of,
+    rows_mask,
+)
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from attn_core.selection import preference, refusals

@@ -21,8 +21,7 @@ import attn_core
 import torch_frontend
 from attn_core import AttentionSpec, Target
 from attn_core.backends.flex import program
-from attn_core.backends.shared import first_call
-from attn_core.backends.shared.programs import triton
+from attn_core.backends.shared import first_calls, triton
 from attn_core.call import observe
 from attn_core.call.observe import Counters
 from attn_core.context_parallel.call import build_call
@@ -170,7 +169,7 @@ def test_a_compiled_function_stays_one_graph_and_counts() -> None:
 def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for key in ("a", "b", "a"):
-        first_call.run("flash4", ("test_counters", key), lambda: None, lambda: "the call of a test")
+        first_calls.run("flash4", ("test_counters", key), lambda: None, lambda: "the call of a test")
     monkeypatch.setattr(program, "inductor", lambda graph, examples: graph)
     program.Compiler("flex_of_a_test")(None, None)
     code = type("Compiled", (), {"__getitem__": lambda self, grid: None})()

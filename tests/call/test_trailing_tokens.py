@@ -23,7 +23,7 @@ from spec_strategies import Call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, explain
-from attn_core.backends.shared.programs.triton import has_triton
+from attn_core.backends.shared.triton import has_triton
 from attn_core.call.seq_info import append_tail, cover_tail, tail_of
 from torch_frontend.dispatch import offsets
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.dealing import TOKEN_SLACK, WORK_SLACK, deal
 from attn_core.context_parallel.layout import Run, build_layout
@@ -179,8 +179,8 @@ def test_a_rank_computes_its_documents_in_one_call_without_copies() -> None:
     for made in (ring(SEVEN, 2), ring(SEVEN, 4), ring(SEVEN, 3, causal=False)):
         for rank, of_part in enumerate(made.steps[0].tiles):
             (tile,) = of_part
-            for index in places.places_of_tile(tile):
-                assert places.contiguous_ranges(index) == [(0, made.q_layout.position_count(rank))]
+            for index in index_arrays.places_of_tile(tile):
+                assert index_arrays.contiguous_ranges(index) == [(0, made.q_layout.position_count(rank))]
 
 
 def test_a_window_may_need_three_calls() -> None:
@@ -214,7 +214,7 @@ def test_only_the_cut_document_is_sent() -> None:
     offsets = np.array(offsets_of(SEVEN))
     for step in made.steps[1:]:
         for part, tiles in enumerate(step.tiles):
-            keys = places.positions(made.key_block(step, part).runs)
+            keys = index_arrays.positions(made.key_block(step, part).runs)
             for segment in (segment for tile in tiles for segment in tile.segments):
                 seen = keys[segment.k_start : segment.k_stop]
                 assert set(np.searchsorted(offsets, seen, side="right") - 1) == {0}
@@ -225,7 +225,10 @@ def test_no_hop_is_taken_that_nobody_needs(lengths: list[int], ranks: int) -> No
     """A step is there only if two ranks that are so far apart hold one document."""
     offsets = np.array(offsets_of(lengths))
     made = ring(lengths, ranks)
-    held = [set(np.searchsorted(offsets, places.positions(runs), side="right").tolist()) for runs in made.q_layout.runs]
+    held = [
+        set(np.searchsorted(offsets, index_arrays.positions(runs), side="right").tolist())
+        for runs in made.q_layout.runs
+    ]
     needed = {(rank - other) % ranks for rank in range(ranks) for other in range(ranks) if held[rank] & held[other]}
     assert {step.shift for step in made.steps} <= needed
 

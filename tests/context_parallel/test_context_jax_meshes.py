@@ -13,7 +13,7 @@ from context_jax_cases import CAUSAL, NEAR, ZIGZAG_ROWS, Case, differences, prog
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn_core.backends.shared.in_jax.offsets import document_numbers
+from attn_core.backends.shared.in_jax import document_numbers
 from jax_frontend import context_parallel_attention
 
 pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]

@@ -13,8 +13,7 @@ if not torch.distributed.is_available():
 
 from attn_core import AttentionSpec, Target
 from attn_core.context_parallel.call import build_call
-from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.exchange import exchanges
+from torch_frontend.context_parallel import backward, exchange, forward
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
 from torch_frontend.dispatch.plan import device_name
@@ -100,8 +99,8 @@ def _network_stream() -> Any:
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
     for name in ("hop", "deal_to_others"):
-        monkeypatch.setattr(exchanges, name, network.send)
-    monkeypatch.setattr(exchanges, "receive", network.receive)
+        monkeypatch.setattr(exchange, name, network.send)
+    monkeypatch.setattr(exchange, "receive", network.receive)
     return network
 
 

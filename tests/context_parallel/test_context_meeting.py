@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import SpecError
-from torch_frontend.context_parallel.agreement import meeting
-from torch_frontend.context_parallel.agreement.meeting import AHEAD, SHOWN, Exchange, Meeting
+from torch_frontend.context_parallel import agreement
+from torch_frontend.context_parallel.agreement import AHEAD, SHOWN, Exchange, Meeting
 
 
 class Store(dict[str, bytes]):
@@ -39,7 +39,7 @@ class Store(dict[str, bytes]):
 def ranks_of(count: int) -> list[Meeting]:
     """Ranks that have no watchers: a test calls what these would."""
     store: Any = Store()
-    with mock.patch.object(meeting, "_start_watcher"):
+    with mock.patch.object(agreement, "_start_watcher"):
         return [Meeting(store, store, rank=rank, size=count, timeout=5.0, play=mock.Mock()) for rank in range(count)]
 
 

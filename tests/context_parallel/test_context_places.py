@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, Target
 from attn_core.context_parallel.call import build_call
+from attn_core.context_parallel.index_arrays import MAX_RANGES
 from attn_core.context_parallel.on_torch import step as step_torch
-from attn_core.context_parallel.on_torch.places import GatheredPlaces, Places
-from attn_core.context_parallel.places import MAX_RANGES
-from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.exchange import exchanges
+from attn_core.context_parallel.on_torch.positions import GatheredPlaces, Places
+from torch_frontend.context_parallel import backward, exchange, forward
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import build_rank_plan
 
@@ -73,9 +72,9 @@ def test_a_rank_sends_only_a_window_s_border(window, sent, monkeypatch):
 
     def hop(pair, axis, distance):
         messages.append((sum(each.numel() for each in pair), distance % axis.size))
-        return exchanges.PendingExchange.ready(pair)
+        return exchange.PendingExchange.ready(pair)
 
-    monkeypatch.setattr(exchanges.KVPair, "hop", hop)
+    monkeypatch.setattr(exchange.KVPair, "hop", hop)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
     mask = {"causal": True} if window is None else {"window": window}
     spec = AttentionSpec(batch=1, q_len=64, kv_len=64, dtype="float32", needs_backward=True, **sizes, **mask)

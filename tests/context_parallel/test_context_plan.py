@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from attn_core import SpecError
 from attn_core.call.masks import Band, document_of
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.bands import Segment, VisibleBand
 from attn_core.context_parallel.borders import size
 from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, build_layout, layout_for_window
@@ -283,7 +283,7 @@ def test_zigzag_equals_torchs_head_tail_order(world: int) -> None:
     pieces = np.arange(2 * world * size).reshape(2 * world, size)
     expected = [np.concatenate([pieces[rank], pieces[2 * world - 1 - rank]]) for rank in range(world)]
     assert np.array_equal(
-        places.positions_by_shard(build_layout("zigzag", 2 * world * size, world)), np.stack(expected)
+        index_arrays.positions_by_shard(build_layout("zigzag", 2 * world * size, world)), np.stack(expected)
     )
 
 
@@ -393,7 +393,7 @@ def test_a_window_sends_only_its_border() -> None:
 def test_places_of_shards_and_of_the_row_are_inverse(request: tuple[Any, ...]) -> None:
     made = build_plan(*request)
     held = made.q_layout
-    positions_by_shard, in_order = places.positions_by_shard(held), places.places_by_position(held)
+    positions_by_shard, in_order = index_arrays.positions_by_shard(held), index_arrays.places_by_position(held)
     assert positions_by_shard.shape == (held.world, held.shard)
     row = np.append(np.arange(held.length) + 100, -1)
     shards = row[positions_by_shard]  # -1 where a place holds nothing
@@ -401,23 +401,23 @@ def test_places_of_shards_and_of_the_row_are_inverse(request: tuple[Any, ...]) -
     assert np.array_equal(shards.ravel()[in_order], row[:-1])
     for block in made.q_blocks:
         gathered = shards[list(block.ranks)].ravel()
-        assert np.array_equal(gathered[places.places_of_block(held, block)] - 100, positions_of(block.runs))
+        assert np.array_equal(gathered[index_arrays.places_of_block(held, block)] - 100, positions_of(block.runs))
 
 
 def test_places_of_two_layouts_differ() -> None:
     zigzag, striped = build_layout("zigzag", 24, 3), build_layout("striped", 24, 3)
     assert not np.array_equal(
-        places.positions_by_shard(zigzag).ravel()[places.places_by_position(striped)], np.arange(24)
+        index_arrays.positions_by_shard(zigzag).ravel()[index_arrays.places_by_position(striped)], np.arange(24)
     )
 
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_slices_cover_the_index_in_order(index: list[int]) -> None:
-    actual = places.contiguous_ranges(np.array(index, np.int64), limit=64)
+    actual = index_arrays.contiguous_ranges(np.array(index, np.int64), limit=64)
     assert actual is not None
     assert [place for start, stop in actual for place in range(start, stop)] == index
     assert all(start < stop for start, stop in actual)
-    assert places.contiguous_ranges(np.array([0, 2, 4]), limit=2) is None
+    assert index_arrays.contiguous_ranges(np.array([0, 2, 4]), limit=2) is None
 
 
 # What is refused

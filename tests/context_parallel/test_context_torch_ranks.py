@@ -18,7 +18,7 @@ from context_torch_worker import Case, Failed, World, in_ranks, once, values
 from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spec_of, whole_rows
 
 from attn_core.call.masks import band
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.layout import build_layout
 from attn_core.context_parallel.plan import ContextPlan, build_plan
@@ -271,9 +271,9 @@ def test_zigzag_equals_torchs_head_tail_balancing(world: int) -> None:
     balancer = balancing._HeadTailLoadBalancer(12 * world, world, "cpu")
     theirs = balancer._generate_indices(restore=False).numpy().ravel()
     made = build_layout("zigzag", 12 * world, world)
-    np.testing.assert_array_equal(places.positions_by_shard(made).ravel(), theirs)
+    np.testing.assert_array_equal(index_arrays.positions_by_shard(made).ravel(), theirs)
     theirs = balancer._generate_indices(restore=True).numpy().ravel()
-    np.testing.assert_array_equal(places.places_by_position(made), theirs)
+    np.testing.assert_array_equal(index_arrays.places_by_position(made), theirs)
     assert layout_of(COUNTED[0], 8).shard == 2
 
 

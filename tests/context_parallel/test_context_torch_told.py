@@ -16,7 +16,7 @@ from context_late_scenes import TRIES, Late
 from context_torch_worker import Failed, World, in_ranks, once
 
 from attn_core import SpecError
-from torch_frontend.context_parallel.agreement.meeting import Answer, Exchange, Meeting
+from torch_frontend.context_parallel.agreement import Answer, Exchange, Meeting
 
 TIMEOUT = 40.0
 """Of the process groups. A test that hangs reaches it, and the time of an error must be far below."""

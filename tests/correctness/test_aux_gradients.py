@@ -25,7 +25,7 @@ from spec_strategies import LEARNED, LEARNED_SIZES, learned_call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, SpecError, explain
-from attn_core.backends.jax_xla import backend as jax_xla
+from attn_core.backends import jax_xla
 from attn_core.call.functions import lookup_slopes
 from attn_core.expressions import trace_score
 from attn_core.expressions.tracing import Aux

@@ -30,10 +30,10 @@ from attn_core import (
     checks,
     masks,
 )
-from attn_core.backends.jax_xla import backend as jax_xla
+from attn_core.backends import jax_xla
 from attn_core.backends.jax_xla import tiles
-from attn_core.backends.shared.parts import row_blocks
-from attn_core.backends.shared.plain import block_scores
+from attn_core.backends.shared import row_blocks
+from attn_core.backends.shared.plain import blocks
 from attn_core.call.tensors import Inputs
 
 TOKENS = 12
@@ -134,8 +134,8 @@ def test_a_wrong_reading_of_the_ranges_fails(framework: str) -> None:
 
 @pytest.mark.parametrize("shift", [(0, 1), (1, 0)])
 def test_a_kernel_that_is_off_by_one_fails(shift: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = block_scores.contains
-    monkeypatch.setattr(block_scores, "contains", lambda table, rows: right(table - table.new_tensor(shift), rows))
+    right = blocks.contains
+    monkeypatch.setattr(blocks, "contains", lambda table, rows: right(table - table.new_tensor(shift), rows))
     call = make_call(11, **SIZES, key_ranges_shape=(2, 3, TOKENS, 2, 2))
     assert not judge("torch", call, run("torch", call, "math")).ok
 

@@ -23,9 +23,8 @@ import attn_core
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, SpecError, Target, backends
-from attn_core.backends.jax_xla import backend as jax_xla
-from attn_core.backends.math import backend as math
-from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends import jax_xla, math
+from attn_core.backends.shared import kernel_programs
 from attn_core.selection import row_maximum as choice
 from jax_frontend.dispatch import max_logit
 
@@ -105,7 +104,7 @@ def test_on_a_gpu(name: str, framework: str) -> None:
 def test_xla_launches_the_pass_without_python() -> None:
     q, k, v = (jnp.asarray(each, jnp.bfloat16) for each in arrays(JAX))
     program = jax.jit(lambda q: jax_frontend.attention(q, k, v, return_max_logit=True)[1]).lower(q).compile()
-    assert triton_programs.TARGET in program.as_text()
+    assert kernel_programs.TARGET in program.as_text()
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -397,7 +396,7 @@ def test_functions_without_it_say_so(framework: Framework) -> None:
 
 
 def test_pages_are_refused() -> None:
-    from attn_core.call.pages import PagedKV
+    from attn_core.call.spec import PagedKV
 
     spec = make_call(**PLAIN, lengths=((5, 4), (3, 6))).spec
     paged = replace(spec, kv_len=16, max_len_k=None, paged=PagedKV(num_pages=4, page_size=8, width=2))

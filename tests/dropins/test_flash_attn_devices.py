@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from frameworks import empty_plan_caches
 
-from attn_core.backends.shared.programs import triton as triton_launch
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends import triton_splitkv
+from attn_core.backends.shared import triton as triton_launch
 from torch_frontend import append_kv, attention
 from torch_frontend.dispatch import plan
 from torch_frontend.flash_attn import cute, flash_attn_with_kvcache, hopper

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 
 import torch_frontend
-from attn_core.backends.shared import kept_masks
+from attn_core.backends.shared import aten_masks
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, layer_call, masks
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
@@ -241,7 +241,7 @@ def test_a_layer_with_a_dense_mask_costs_few_frames() -> None:
     """As with a static cache on a GPU, where the mask is not read."""
     made, layer = mask(1, LENGTH + 1, True, SLOTS), torch.nn.Module().eval()
     del made._attn_core_description
-    kept_masks.keep_additive(made)
+    aten_masks.keep_additive(made)
     q, k, v = operands(1, SLOTS)
 
     def run() -> Any:

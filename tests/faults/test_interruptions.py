@@ -31,7 +31,7 @@ import torch_frontend.diffusers
 import torch_frontend.flash_attn
 from attn_core import SeqInfo, cli
 from attn_core.cli import tune
-from attn_core.paged.allocation.allocator import PageAllocator
+from attn_core.paged.allocator import PageAllocator
 from attn_core.selection import tables
 from attn_core.selection.override import requested, use_backend
 from attn_core.selection.whole_file import write_whole

@@ -18,8 +18,7 @@ import torch
 from soak_calls import EagerCalls
 
 from attn_core.backends.flash4 import replay
-from attn_core.backends.shared import first_call
-from attn_core.backends.shared.programs import triton
+from attn_core.backends.shared import first_calls, triton
 
 CALLS, BLOCKS, POINTS = 2000, 6, 40
 """A run of some seconds that draws the same few blocks of calls again and again, so that caches fill at once."""
@@ -42,8 +41,8 @@ def test_stated_bounds_are_those_of_the_code() -> None:
     expected = {
         "attn_core.backends.flash4.replay:_seen": replay.MOST_CALLS,
         "attn_core.backends.flash4.replay:_recorded": 2 * replay.MOST_CALLS,
-        "attn_core.backends.shared.first_call:_compiled": first_call.MOST_KEYS,
-        "attn_core.backends.shared.programs.triton:_launches": triton.MOST_LAUNCHES,
+        "attn_core.backends.shared.first_calls:_compiled": first_calls.MOST_KEYS,
+        "attn_core.backends.shared.triton:_launches": triton.MOST_LAUNCHES,
     }
     assert {key: caches.BOUNDS[key] for key in expected} == expected
 

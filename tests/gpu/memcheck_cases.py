@@ -32,13 +32,11 @@ from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 
 import torch_frontend
 from attn_core import AttentionSpec, PagedKV
-from attn_core.backends.flash3 import backend as flash3
-from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import backend as flash4_kernel
-from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
-from attn_core.backends.shared.pages import pools
-from attn_core.backends.shared.sinks import sink_gradient, with_sinks
-from attn_core.backends.triton_jvp import backend as triton_jvp
+from attn_core.backends import flash3, flash4, triton_jvp
+from attn_core.backends import flash4 as flash4_kernel
+from attn_core.backends.flash4 import block_tables, own_kernels
+from attn_core.backends.shared import pages
+from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
 from attn_core.call.functions import seen_by_function, trace
 from attn_core.call.masks import visible
 from attn_core.call.segments import function_of
@@ -204,7 +202,7 @@ def clamps_tables(device: str) -> bool:
     page_size, width = call.pools[0].shape[1], table.shape[1]
     spec = PagedKV(num_pages=paged.PAGES, page_size=page_size, width=width)
     inputs: Any = SimpleNamespace(block_table=table, seq_lens=lengths)
-    safe_table, safe_lengths = pools.safe_tables(spec, inputs)
+    safe_table, safe_lengths = pages.safe_tables(spec, inputs)
     expected = table.cpu().clamp(0, paged.PAGES - 1), lengths.cpu().clamp(0, width * page_size)
     return torch.equal(safe_table.cpu(), expected[0]) and torch.equal(safe_lengths.cpu(), expected[1])
 
@@ -302,7 +300,7 @@ def block_states_beyond_an_array() -> bool:
     ids = np.random.default_rng(4).integers(0, 2, 100).astype(np.int32)
     spec = AttentionSpec(**SIZES, **functions_of(lambda b, h, q, k, ids: ids[q - 120] == ids[k], None, ids))
     shown = seen_by_function(spec, (ids,))
-    states = function_blocks.states(spec, [torch.from_numpy(ids).cuda()], torch.device("cuda"), own_kernels)
+    states = block_tables.states(spec, [torch.from_numpy(ids).cuda()], torch.device("cuda"), own_kernels)
     tiles = [[shown[0, 0, q : q + 128, k : k + 128] for k in range(0, 500, 128)] for q in range(0, 300, 128)]
     expected = [[int(tile.any()) * (1 + int(tile.all())) for tile in row] for row in tiles]
     return bool(states.cpu()[0, 0].tolist() == expected)
@@ -320,7 +318,7 @@ def block_states_of_segments() -> bool:
         spec = AttentionSpec(**SIZES, mask_mod=function_of(True, band, tuple(range(count))), aux=aux[:count])
         shown = seen_by_function(spec, arrays[:count])
         on_gpu = [torch.from_numpy(np.ascontiguousarray(array)).cuda() for array in arrays[:count]]
-        states = function_blocks.states(spec, on_gpu, torch.device("cuda"), own_kernels).cpu()
+        states = block_tables.states(spec, on_gpu, torch.device("cuda"), own_kernels).cpu()
         for row, q, k in np.ndindex(2, 3, 4):
             tile = shown[row, 0, 128 * q : 128 * q + 128, 128 * k : 128 * k + 128]
             if int(states[row, 0, q, k]) != int(tile.any()) * (1 + int(tile.all())):

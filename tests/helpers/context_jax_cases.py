@@ -22,7 +22,7 @@ from attn_core import SeqInfo, masks
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.layout import build_layout
 from attn_core.correctness import reference
 from jax_frontend import context_parallel_attention
@@ -65,7 +65,7 @@ class Case:
         """``[world * shard]``: the position at every place."""
         documents = self.documents if self.layout in ("zigzag", "documents") else None
         sizes = self.sizes if len(self.sizes) == 2 else (*self.sizes, 1)
-        return places.positions_by_shard(build_layout(self.layout, self.lengths[side], *sizes, documents)).ravel()
+        return index_arrays.positions_by_shard(build_layout(self.layout, self.lengths[side], *sizes, documents)).ravel()
 
     def row(self, seed: int, side: int, heads: int, dim: int) -> np.ndarray:
         shape = (self.lengths[side], heads, dim) if self.documents else (self.batch, self.lengths[side], heads, dim)

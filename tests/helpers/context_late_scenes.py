@@ -20,8 +20,7 @@ from context_torch_scenes import error_of, row, tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_frontend import attention
-from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement import meeting
+from torch_frontend.context_parallel import agreement, backward, forward
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
 
 PATIENCE = 6.0
@@ -57,7 +56,7 @@ class Late(NamedTuple):
     fresh: int | None = None
     new: bool = False
     slow: tuple[int, int] | None = None
-    patience: float = meeting.LONGEST_REFUSAL
+    patience: float = agreement.LONGEST_REFUSAL
     fault: bool = False
     device: str = "cpu"
 
@@ -136,10 +135,10 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # n
     real_forward, real_backward, hear, ask = (
         forward.forward,
         backward.backward,
-        meeting.Meeting._hear,
-        meeting.Meeting._ask,
+        agreement.Meeting._hear,
+        agreement.Meeting._ask,
     )
-    settle, playing = meeting.Meeting._settle, []
+    settle, playing = agreement.Meeting._settle, []
 
     def start_forward(plan: Any, q: Any, k: Any, v: Any, sinks: Any, *, with_lse: bool, keep: bool) -> Any:
         out = q.new_full((*q.shape[:3], v.shape[3]), 7.0)
@@ -191,11 +190,11 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # n
     with (
         mock.patch.object(forward, "forward", start_forward),
         mock.patch.object(backward, "backward", start_backward),
-        mock.patch.object(meeting.Meeting, "_hear", hear_behind_the_gate),
-        mock.patch.object(meeting.Meeting, "_settle", settle_and_forget),
-        mock.patch.object(meeting.Meeting, "_ask", ask_and_open),
-        mock.patch.object(meeting, "POLL", 0.01),
-        mock.patch.object(meeting, "LONGEST_REFUSAL", case.patience),
+        mock.patch.object(agreement.Meeting, "_hear", hear_behind_the_gate),
+        mock.patch.object(agreement.Meeting, "_settle", settle_and_forget),
+        mock.patch.object(agreement.Meeting, "_ask", ask_and_open),
+        mock.patch.object(agreement, "POLL", 0.01),
+        mock.patch.object(agreement, "LONGEST_REFUSAL", case.patience),
     ):
         yield
 

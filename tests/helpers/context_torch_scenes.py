@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo, masks
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.layout import LAYOUTS
 from torch_frontend import Pages, diffusers_parallel
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
@@ -74,7 +74,8 @@ def dtensors(strategy: str, length: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     made = row_layout(mesh["cp"], "zigzag", length, None)
     order, back = (
-        torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
+        torch.from_numpy(each.ravel())
+        for each in (index_arrays.positions_by_shard(made), index_arrays.places_by_position(made))
     )
     placed = [
         distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(0), Shard(1)])
@@ -107,7 +108,8 @@ def dtensors_on_two_axes() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2))
     made = row_layout(mesh, "zigzag", LENGTH, None)
     order, back = (
-        torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
+        torch.from_numpy(each.ravel())
+        for each in (index_arrays.positions_by_shard(made), index_arrays.places_by_position(made))
     )
     q, k, v, _ = (
         distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(1), Shard(1)])

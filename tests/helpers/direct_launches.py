@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_core.backends.shared.programs import triton as triton_launch
+from attn_core.backends.shared import triton as triton_launch
 
 
 def memory_at(address: int, dtype: torch.dtype) -> torch.Tensor:

@@ -149,8 +149,8 @@ def scene_locks() -> dict[str, Any]:
     import torch_frontend.unsloth
     from attn_core import AttentionSpec, Target, explain
     from attn_core.backends.flex import program
-    from attn_core.backends.shared import first_call
-    from attn_core.backends.shared.cached_once import cached_once
+    from attn_core.backends.shared import first_calls
+    from attn_core.backends.shared.caches import cached_once
     from attn_core.selection import choice
 
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def scene_locks() -> dict[str, Any]:
 
     def hold() -> None:
         ours = torch_frontend.diffusers._replacement
-        with first_call._compiling, program._lock, ours._lock, torch_frontend.unsloth._replacement._lock:
+        with first_calls._compiling, program._lock, ours._lock, torch_frontend.unsloth._replacement._lock:
             made()
 
     thread = threading.Thread(target=hold)
@@ -189,7 +189,7 @@ def scene_locks() -> dict[str, Any]:
             replaced = torch_frontend.diffusers.is_installed()
         torch_frontend.unsloth.uninstall()
         flex = torch_frontend.attention(x, x, x, backend="flex")
-        free = first_call._compiling.acquire(timeout=SECONDS)
+        free = first_calls._compiling.acquire(timeout=SECONDS)
         return [made(), len(selection.refusals) > 0, replaced, free, float(flex.sum())]
 
     said = in_child(use_all)

@@ -18,7 +18,7 @@ from both_frontends import jax_device
 import jax_frontend
 import torch_frontend
 from attn_core import backends
-from attn_core.backends.shared import from_records
+from attn_core.backends.shared import caches
 
 
 class Framework(NamedTuple):
@@ -227,6 +227,6 @@ def empty_plan_caches(programs: bool = True) -> None:
         programs: whether to empty JAX's caches as well. A program that JAX has traced through a backend of its own does
             not look the backend up again; a program with a callback does.
     """
-    from_records.forget()
+    caches.forget()
     if programs:
         jax.clear_caches()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.paged.allocation.allocator import Copies, PageAllocator
+from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.step import Step, take_step
 
 

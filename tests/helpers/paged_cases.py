@@ -24,7 +24,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import AttentionSpec, NoBackendError, Selection, backends
 from attn_core.backends.support import Support
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy
 from attn_core.correctness.reference import gather_pages

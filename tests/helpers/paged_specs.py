@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core import AttentionSpec
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 
 
 def spec_of(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:

@@ -16,7 +16,7 @@ from paged_cases import PagedCall, jax_on
 
 import jax_frontend
 import torch_frontend
-from attn_core.call.pages import BITS, SCALES
+from attn_core.call.spec import BITS, SCALES
 
 KINDS = [(dtype, by) for dtype in BITS for by in SCALES]
 STORED = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int8": np.int8, "int4": np.uint8}

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attn_core.paged.quantised.numbers import (
-    HIGHEST_SCALE,
-    LARGEST,
-    OF_PAGES,
-    OF_TOKENS,
-    SMALLEST,
-    Quotient,
-    unpack_int4,
-)
+from attn_core.paged.quantised import HIGHEST_SCALE, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST, Quotient, unpack_int4
 
 __all__ = ["LARGEST", "pack_int4", "page_factors", "stored_numbers", "token_scales", "unpack_int4"]
 

@@ -17,8 +17,8 @@ from context_torch_scenes import LENGTH, error_of, row
 from context_torch_worker import mesh_of
 
 from torch_frontend import attention
+from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
-from torch_frontend.context_parallel.exchange import exchanges
 
 TIMEOUT, GRACE = 10.0, 20.0
 """Seconds until a process group gives up, and how much longer a faulty rank keeps its peers waiting."""
@@ -86,7 +86,7 @@ def start(how: str) -> None:
         return run
 
     for name in MESSAGES:
-        setattr(exchanges, name, faulty(getattr(exchanges, name)))
+        setattr(exchange, name, faulty(getattr(exchange, name)))
 
 
 def _end_later(rank: int) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import jax_frontend
 import torch_frontend
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
 
 TOKENS, DOCUMENTS, PAGE = 256, 4, 16

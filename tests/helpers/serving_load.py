@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.paged.allocation.allocator import PoolFullError
+from attn_core.paged.allocator import PoolFullError
 from torch_frontend import PagedKVCache
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, STOP, LONGEST = 31, 16, 4, 2, 8, 0, 96

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.shared.sinks import sink_gradient, with_sinks
+from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
 
 
 def launch(kernel: Any, arguments: tuple[Any, ...]) -> None:

@@ -27,11 +27,10 @@ import tvm_ffi
 import jax_frontend
 import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain, masks
+from attn_core.backends import flash4, math
 from attn_core.backends.contract import Program
-from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.math import backend as math
-from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
-from attn_core.call.pages import PagedKV
+from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
+from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import call as context_call
 from attn_core.selection import choice

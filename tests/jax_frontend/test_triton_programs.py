@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import torch
 
 from attn_core import AttentionSpec, PagedKV
-from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Unrecordable
-from attn_core.backends.triton_jvp import backend as triton_jvp
+from attn_core.backends import triton_jvp
+from attn_core.backends import triton_splitkv as splitkv
+from attn_core.backends.shared import kernel_programs
+from attn_core.backends.shared.kernel_programs import SCRATCH, Unrecordable
 from attn_core.backends.triton_jvp import launches
-from attn_core.backends.triton_splitkv import backend as splitkv
 from attn_core.selection import row_maximum
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -54,16 +54,16 @@ def compiled(**about: Any) -> SimpleNamespace:
 
 
 def test_a_step_of_triton_passes_pointers_then_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
+    monkeypatch.setattr(kernel_programs, "_jaxlib", lambda: Library)
 
     class Kernel:
         warmup = staticmethod(lambda *given, **more: compiled())
 
-    step = triton_programs.step(
+    step = kernel_programs.step(
         Kernel(), (0,), (3,), (torch.bfloat16, torch.float32), ((7, 1, 1), (1, 9, 0.5), {"SIZE": 4})
     )
     assert (step.target, step.reads, step.writes) == (
-        triton_programs.TARGET,
+        kernel_programs.TARGET,
         (0,),
         (3,),
     ) and step.attributes is not None
@@ -71,16 +71,16 @@ def test_a_step_of_triton_passes_pointers_then_numbers(monkeypatch: pytest.Monke
     assert attributes["name"] == "kernel"
     expected = "('kernel', 4, 1, 1024, 'code', '', 90) (7, 1, 1) ['*16', '*16', 'i32:9', 'fp32:0.5', 'i64:0']"
     assert zlib.decompress(attributes["opaque"]).decode() == expected
-    triton_programs._attributes.cache_clear()
+    kernel_programs._attributes.cache_clear()
 
 
 @pytest.mark.parametrize("about", [{"global_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}])
 def test_triton_code_that_needs_more_than_pointers_and_numbers_is_refused(
     about: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
+    monkeypatch.setattr(kernel_programs, "_jaxlib", lambda: Library)
     with pytest.raises(Unrecordable, match=next(iter(about))):
-        triton_programs._call(compiled(**about), (1, 1, 1), (1, 9, 0.5), 2)
+        kernel_programs._call(compiled(**about), (1, 1, 1), (1, 9, 0.5), 2)
 
 
 @pytest.mark.parametrize(("sinks", "dtype"), [(False, None), (True, None), (True, "int4")])
@@ -89,7 +89,7 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
     sequences: int, sinks: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
+    monkeypatch.setattr(kernel_programs, "_jaxlib", lambda: Library)
     monkeypatch.setattr(splitkv, "multiprocessors", lambda device: 132)
     splitkv._settings.cache_clear()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -140,7 +140,7 @@ def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatc
             launched.append((given, grid, constants))
             return compiled()
 
-    monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
+    monkeypatch.setattr(kernel_programs, "_jaxlib", lambda: Library)
     monkeypatch.setattr(launches, "_maximum_kernel", Kernel)
     monkeypatch.setattr(triton_jvp, "_shared_memory", lambda device: 2**17)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

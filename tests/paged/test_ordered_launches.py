@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from sm90_code import compiled, is_in_order, loose_operations
 
 from attn_core import AttentionSpec, SpecError, Target, explain
+from attn_core.backends import triton_splitkv
 from attn_core.backends.shared.in_order import order
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
 
 GPU = Target("torch", "sm90")
 
@@ -79,17 +79,17 @@ def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
 
 
 def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_core.backends.shared.in_order import merge_kernel
-    from attn_core.backends.shared.programs import triton_programs
+    from attn_core.backends.shared import kernel_programs
+    from attn_core.backends.shared.in_order import rows
     from attn_core.backends.triton_splitkv import kernels
 
-    monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
+    monkeypatch.setattr(kernel_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
     spec = spec_of(batch=2, sinks=True)
     way = order.how(spec, 132)
     built = triton_splitkv.program_of(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
     names = [buffer.name for buffer in built.buffers]
     (attend, reads, writes, how), (merge, *merged, _) = built.steps
-    assert (attend, merge) == (kernels.attend_in_order, merge_kernel.merge_in_order)
+    assert (attend, merge) == (kernels.attend_in_order, rows.merge_in_order)
     tables = ("block_table", "seq_lens", "seq_lens", "sinks", "q", "seq_lens")
     assert [names[at] for at in reads] == ["q", "k", "v", *tables]
     assert len(reads) + len(writes) + len(how[1]) + len(how[2]) - 3 == len(attend.arg_names)  # 3 are options
@@ -151,11 +151,11 @@ def test_a_tile_with_warps_along_the_keys_is_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_merge_for_sm90(sinks: bool) -> None:
-    from attn_core.backends.shared.in_order import merge_kernel
+    from attn_core.backends.shared.in_order import rows
 
     spec = spec_of(sinks=sinks)
     out, lse = (torch.empty(shape, device="meta") for shape in (spec.out_shape, spec.lse_shape))
     parts = [torch.empty(8, *each.shape, device="meta") for each in (out, lse)]
     kinds = {"parts": "fp32", "part_lse": "fp32", "sinks": "bf16", "out": "bf16", "lse": "fp32"}
-    code = compiled(merge_kernel.merge_in_order, kinds, order.describe_merge(spec, (*parts, out, out, lse), 8))
+    code = compiled(rows.merge_in_order, kinds, order.describe_merge(spec, (*parts, out, out, lse), 8))
     assert not loose_operations(code)

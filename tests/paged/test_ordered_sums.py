@@ -26,9 +26,9 @@ from paged_cases import judge, make_paged
 from same_bits_calls import Kind
 from triton_interpreter import ALL, NONE, SMALL, make_small
 
+from attn_core.backends import triton_splitkv
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import Tiles
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 

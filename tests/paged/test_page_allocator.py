@@ -10,7 +10,7 @@ import pytest
 from page_steps import advance
 
 from attn_core import PageAllocator, PoolFullError, SpecError
-from attn_core.paged.allocation.allocator import UNUSED
+from attn_core.paged.allocator import UNUSED
 from attn_core.paged.step import take_step
 
 PROMPT = [7, 3, 5, 2, 11, 13, 17, 19, 23]

@@ -14,8 +14,8 @@ import pytest
 from page_steps import advance
 
 from attn_core import SpecError
-from attn_core.paged.allocation import allocator
-from attn_core.paged.allocation.allocator import (
+from attn_core.paged import allocator
+from attn_core.paged.allocator import (
     UNUSED,
     Chain,
     Growth,

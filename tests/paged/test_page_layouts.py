@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import jax_frontend
 import torch_frontend
 from attn_core import ShapeError, SpecError
-from attn_core.backends.shared.pages import quantised as quantised_pages
-from attn_core.backends.shared.pages.pools import pools
+from attn_core.backends.shared import pages as quantised_pages
+from attn_core.backends.shared.pages import pools
 from attn_core.call.tensors import PagedInputs
 
 pytestmark = pytest.mark.sampled

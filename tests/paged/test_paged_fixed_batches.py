@@ -14,7 +14,7 @@ import torch
 from frameworks import BOTH, Framework, as_numpy
 from paged_cases import make_paged
 
-from attn_core.backends.shared.in_jax.offsets import safe_offsets
+from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import reference
 from torch_frontend.dispatch import offsets

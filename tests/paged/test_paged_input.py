@@ -16,7 +16,7 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches, spied
 
 from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
-from attn_core.backends.shared.parts import split_documents
+from attn_core.backends.shared import row_blocks
 from attn_core.paged import tables
 
 Make = Callable[[Framework], Any]
@@ -479,7 +479,7 @@ def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -
 def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first code to see their values checks them: the frontend, or the op or callback of a traced program."""
     checks: list[str] = []
-    for module, name in ((tables, "check_values"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
+    for module, name in ((tables, "check_values"), (tables, "check_cu_seqlens"), (row_blocks, "check_cu_seqlens")):
         counted = getattr(module, name)
 
         def count(*values: Any, run: Any = counted, name: str = name, **more: Any) -> None:

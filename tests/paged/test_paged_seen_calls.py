@@ -17,8 +17,8 @@ from torch.autograd.profiler import profile
 
 import attn_core
 import torch_frontend
-from attn_core.backends.shared.programs import triton as triton_launch
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends import triton_splitkv
+from attn_core.backends.shared import triton as triton_launch
 from attn_core.errors import SpecError
 from torch_frontend import append_kv, paged_attention
 from torch_frontend.dispatch import plan, prepared

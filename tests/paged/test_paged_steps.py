@@ -15,7 +15,7 @@ from page_steps import advance
 
 from attn_core import SpecError
 from attn_core.paged import step as book
-from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
+from attn_core.paged.allocator import PageAllocator, PoolFullError
 
 FRAMEWORKS = [each for each in ALL if each.device == "cpu"]
 NAMES = "abcd"

@@ -15,12 +15,12 @@ from paged_inputs import inputs_of
 from attn_core import AttentionSpec, ShapeError, SpecError
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import Options
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import reference
 from attn_core.correctness.reference import append
 from attn_core.paged import arguments
-from attn_core.paged.allocation.allocator import UNUSED, PageAllocator
+from attn_core.paged.allocator import UNUSED, PageAllocator
 from attn_core.paged.tables import check_slots, check_values, slots_of
 
 POOL = PagedKV(num_pages=7, page_size=4, width=3)

@@ -36,7 +36,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, DTypeError, ShapeError, SpecError, explain, masks
-from attn_core.backends.math import backend as math_backend
+from attn_core.backends import math as math_backend
 from attn_core.correctness.reference import gather_pages
 
 pytestmark = pytest.mark.sampled

@@ -11,8 +11,8 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 from quantised_appends import bits
 
-from attn_core.call.pages import BITS
-from attn_core.paged.allocation.sizing import bytes_per_token
+from attn_core.call.spec import BITS
+from attn_core.paged.sizing import bytes_per_token
 
 pytestmark = pytest.mark.sampled
 

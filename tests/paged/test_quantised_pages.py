@@ -24,8 +24,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
-from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
-from attn_core.paged.quantised import numbers
+from attn_core.call.spec import BITS, PagedKV, bytes_in_layer
+from attn_core.paged import quantised as numbers
 
 pytestmark = pytest.mark.sampled
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attn_core import AttentionSpec
-from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends import triton_splitkv
+from attn_core.backends.shared import kernel_programs
 from attn_core.backends.triton_splitkv import launches
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8"}
@@ -37,7 +37,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[AttentionSpec], list[Any
             types = [TYPES[str(kind).removeprefix("torch.")] for kind in kinds]
             return compiled(kernel, dict(zip(kernel.arg_names, types, strict=False)), how)
 
-        monkeypatch.setattr(triton_programs, "step", step)
+        monkeypatch.setattr(kernel_programs, "step", step)
         count = triton_splitkv.splits(spec, 132)
         tiles = triton_splitkv.tiles(spec)
         return list(triton_splitkv.program_of(spec, triton_splitkv.lower(spec), tiles, count).steps)

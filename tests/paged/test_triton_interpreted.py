@@ -21,13 +21,13 @@ from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 from quantised_cases import KINDS, quantised_call, torch_arguments
 
-from attn_core.backends.shared.pages import pools
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends import triton_splitkv
+from attn_core.backends.shared import pages
 from attn_core.call.seq_info import tail_of
 from attn_core.call.tensors import PagedInputs
 from attn_core.context_parallel.on_torch import merge_parts_triton, merge_triton, tiles
 from attn_core.correctness.reference import append
-from attn_core.paged import triton_tables
+from attn_core.paged import kernels
 from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import Places, _append_on_cpu, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.merge_states import _plain
@@ -323,16 +323,14 @@ def test_safe_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = torch.tensor([15, -3], dtype=torch.int32)
     for rows in (table, torch.cat([table, table + 1], 1)[:, :5]):
         made, safe = torch.full((2, 5), 77, dtype=torch.int32), torch.full((2,), 77, dtype=torch.int32)
-        triton_tables.sanitise[(1,)](rows, lengths, made, safe, rows.stride(0), 7, 5, 10, 2, PAGE=2, BLOCK=16)
+        kernels.sanitise[(1,)](rows, lengths, made, safe, rows.stride(0), 7, 5, 10, 2, PAGE=2, BLOCK=16)
         assert made.tolist() == table.clamp(0, 6).tolist() and safe.tolist() == [10, 0]
     several = torch.full((10,), 77, dtype=torch.int32)
-    triton_tables.sanitise[(3,)](
-        table, lengths, several, torch.zeros(2, dtype=torch.int32), 5, 7, 5, 10, 2, PAGE=2, BLOCK=4
-    )
+    kernels.sanitise[(3,)](table, lengths, several, torch.zeros(2, dtype=torch.int32), 5, 7, 5, 10, 2, PAGE=2, BLOCK=4)
     assert several.tolist() == table.clamp(0, 6).flatten().tolist()
     call = make_paged((9, 5), (2, 1))
     inputs = tensors(call)
-    made, safe = pools.safe_tables(call.spec.paged, inputs)
+    made, safe = pages.safe_tables(call.spec.paged, inputs)
     assert made.tolist() == inputs.block_table.clamp(min=0).tolist() and safe.tolist() == inputs.seq_lens.tolist()
 
 

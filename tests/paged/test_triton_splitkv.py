@@ -9,10 +9,10 @@ import pytest
 from paged_specs import spec_of
 
 from attn_core import AttentionSpec, Target, explain
+from attn_core.backends import triton_splitkv
 from attn_core.backends.shared.in_order.order import grid_of
-from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import shares
-from attn_core.paged.quantised.numbers import KINDS
+from attn_core.backends.triton_splitkv import launches
+from attn_core.paged.quantised import KINDS
 
 GPU = Target("torch", "sm90")
 
@@ -150,11 +150,13 @@ def test_splits_of_quantised_pages_and_drafts_fill_the_rounds_of_a_gpu() -> None
 def test_the_number_of_splits_fills_a_gpu() -> None:
     one = spec_of(batch=1, tokens=131072)
     assert triton_splitkv.splits(spec_of(batch=512), 132) == 1, "there are programs enough"
-    assert 1 < triton_splitkv.splits(one, 132) <= shares.MOST_SPLITS
-    assert triton_splitkv.splits(spec_of(batch=1, tokens=shares.FEWEST_KEYS), 132) == 1, "too few keys to be worth it"
-    assert triton_splitkv.splits(replace(one, window=(shares.FEWEST_KEYS - 1, 0)), 132) == 1, "a window leaves few keys"
+    assert 1 < triton_splitkv.splits(one, 132) <= launches.MOST_SPLITS
+    assert triton_splitkv.splits(spec_of(batch=1, tokens=launches.FEWEST_KEYS), 132) == 1, "too few keys to be worth it"
+    assert triton_splitkv.splits(replace(one, window=(launches.FEWEST_KEYS - 1, 0)), 132) == 1, (
+        "a window leaves few keys"
+    )
     assert triton_splitkv.splits(one, 1) <= triton_splitkv.splits(one, 132)
-    assert triton_splitkv.splits(one, 10**6) <= shares.MOST_SPLITS
+    assert triton_splitkv.splits(one, 10**6) <= launches.MOST_SPLITS
 
 
 MEASURED = {

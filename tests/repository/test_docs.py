@@ -78,7 +78,7 @@ def test_the_page_of_gpus_installs_what_the_backends_need() -> None:
 
 def test_pages_are_written_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "FOLDER", tmp_path)
-    for folder in ("reference", "lab", "images"):
+    for folder in ("reference", "explanation", "lab", "images"):
         (tmp_path / folder).mkdir()
     with pytest.raises(
         SystemExit, match=r"stale: reference/support\.md, reference/devices\.md, .*images/plan-window\.svg"
@@ -245,7 +245,7 @@ FIGURE = re.compile(r"\d ?(?:µs|ms|TFLOP/s)(?!\w)|\d (?:times as fast|times the
 """A measured time or speed."""
 LAB = ROOT / "docs/lab"
 """Dated evidence for maintainers, which the navigation does not show."""
-WRITTEN_BY_SCRIPTS = ("training.md",)
+WRITTEN_BY_SCRIPTS = ("training.md", "modules.md")
 """Pages of the lab that a script writes as a whole."""
 MEASURED = re.compile(r"<!-- (?:table: [^>]+|measured once) -->.*?<!-- end -->|^```.*?^```", re.M | re.S)
 """What scripts write, or wrote once; and code."""

@@ -13,10 +13,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from attn_core import AttentionSpec, Target, backends
+from attn_core.backends import xformers
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
 from attn_core.backends.support import Build
-from attn_core.backends.xformers import backend as xformers
 from attn_core.selection import choice
 from benchmarks.fit.calls import random_call
 from tools.pages import known_bad as known_bad_page

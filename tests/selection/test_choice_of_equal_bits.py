@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, backends
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.selection import explain
 from attn_core.selection.target import Target
 from benchmarks.fit.calls import as_called

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, NoBackendError, Target, backends, explain, select
-from attn_core.backends.shared.device_kinds import ANY, in_words, kind_of
-from attn_core.backends.support import Support
-from attn_core.call.pages import PagedKV
+from attn_core.backends.support import ANY, Support, in_words, kind_of
+from attn_core.call.spec import PagedKV
 from attn_core.selection.target import jax_device_name
 
 SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "dtype": "float16"}

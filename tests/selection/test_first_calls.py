@@ -6,7 +6,7 @@ import time
 import pytest
 from own_process import in_its_own_process
 
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once
 
 THREADS = 8
 TOGETHER = """

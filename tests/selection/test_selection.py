@@ -19,8 +19,7 @@ from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends
 from attn_core.backends.shared.claims import CHECKS, unmet_claims
 from attn_core.backends.support import Build, Support
 from attn_core.call.options import FLAGS
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import DTYPES
+from attn_core.call.spec import DTYPES, PagedKV
 from attn_core.selection import choice, preference
 from benchmarks.fit.calls import random_call
 from tests.campaign.functions import fields_of

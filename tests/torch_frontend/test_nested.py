@@ -9,7 +9,7 @@ import torch
 
 from attn_core.errors import ShapeError, SpecError
 from torch_frontend import SeqInfo, attention, explain
-from torch_frontend.dispatch import nested
+from torch_frontend.dispatch import layouts
 
 Tensor = torch.Tensor
 LENGTHS, LENGTHS_K = [3, 5, 2, 7], [4, 5, 6, 7]
@@ -130,7 +130,7 @@ def test_offsets_without_a_longest_row_are_read_on_the_cpu_alone() -> None:
     )
     fake = torch.nested.nested_tensor_from_jagged(values.to("meta"), offsets.to("meta"))
     with pytest.raises(SpecError, match=r"q: expected a NestedTensor that knows its longest row.*max_seqlen="):
-        nested.as_documents((fake, fake, fake), {})
+        layouts.as_documents((fake, fake, fake), {})
 
 
 @pytest.mark.cuda

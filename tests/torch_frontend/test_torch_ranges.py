@@ -19,7 +19,7 @@ from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
 from torch_frontend import SeqInfo, attention, attention_qkvpacked, context_parallel_attention, paged_attention
 from torch_frontend.diffusers import installed
-from torch_frontend.dispatch import plan, ranges
+from torch_frontend.dispatch import plan, run_plan
 from torch_frontend.module import Attention
 from torch_frontend.recomputed import attention_of_layer
 
@@ -177,7 +177,7 @@ def test_without_a_listener_no_range_is_made(name: str, monkeypatch: pytest.Monk
         raise AssertionError("a range without a listener")
 
     monkeypatch.setattr(Range, "__init__", fail)
-    monkeypatch.setattr(ranges, "_wrapped", fail)
+    monkeypatch.setattr(run_plan, "_wrapped", fail)
     train(name, operands())
     with pytest.raises(AssertionError, match="a range without a listener"), profile():
         train(name, operands())
@@ -187,14 +187,14 @@ def test_without_a_listener_the_plan_is_the_same_object() -> None:
     q, k, v = operands()
     options = attn_core.call.options.check_options(attn_core.call.options.Options())
     call_plan = plan.plan(plan.metadata(attn_core.call.tensors.Inputs(q, k, v)), options, True, False, None)
-    assert ranges.in_ranges(call_plan) is call_plan
+    assert run_plan.in_ranges(call_plan) is call_plan
     with attn_core.ranges(True):
-        listened = ranges.in_ranges(call_plan)
-        assert listened is not call_plan and ranges.in_ranges(call_plan) is listened
+        listened = run_plan.in_ranges(call_plan)
+        assert listened is not call_plan and run_plan.in_ranges(call_plan) is listened
         assert listened._replace(**{name: getattr(call_plan, name) for name in FUNCTIONS}) == call_plan
     with profile():
-        assert ranges.in_ranges(call_plan) is not call_plan
-    assert ranges.in_ranges(call_plan) is call_plan
+        assert run_plan.in_ranges(call_plan) is not call_plan
+    assert run_plan.in_ranges(call_plan) is call_plan
 
 
 FUNCTIONS = ("forward", "backward", "shortcut")

@@ -1,4 +1,4 @@
-"""Writes pages of docs/reference and docs/lab, and plans in docs/images, from data of the backends: ``make support``.
+"""Writes pages of docs and plans in docs/images from the code, most from data of the backends: ``make support``.
 
     python -m tools.pages [--check]
 
@@ -11,14 +11,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.pages import devices, known_bad, plans, support
+from tools.pages import devices, known_bad, plans, support, tree
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
     "reference/support.md": support.render,
     "reference/devices.md": devices.render,
     "reference/known_bad.md": known_bad.render,
+    "explanation/architecture.md": tree.render_architecture,
     "lab/watched_reports.md": known_bad.render_watched,
+    "lab/modules.md": tree.render_modules,
     **{f"images/{name}": draw for name, draw in plans.PICTURES.items()},
 }
 

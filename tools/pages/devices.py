@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from attn_core import backends
-from attn_core.backends.shared.device_kinds import half_dtype
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import AttentionSpec
+from attn_core.backends.support import half_dtype
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.cli.advice import Machine, commands_of, package_for
 from attn_core.selection import Target, refusals
 from tools.pages.support import BOTH, FORWARD_ONLY, NONE, table_of

@@ -11,16 +11,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attn_core.call.arguments import check_one_place
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
+from attn_core.call.options import (
+    ContextParallelKeywords,
+    No,
+    Options,
+    SpreadKeywords,
+    Window,
+    Yes,
+    check_flag,
+    check_options,
+    check_traced_options,
+    requested_names,
+)
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
 from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import override
 from torch_frontend.context_parallel import differentiable, repeated_calls
-from torch_frontend.context_parallel.agreement.calls import announce_error
+from torch_frontend.context_parallel.agreement import announce_error
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.context_parallel.prepare import explain_request
 from torch_frontend.context_parallel.shards import document_offsets, shard_sequence, unshard_sequence

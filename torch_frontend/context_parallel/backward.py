@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_core.backends.shared.sinks import sink_gradient
+from attn_core.backends.shared.rewrites import sink_gradient
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
-from attn_core.context_parallel.on_torch.places import Places, add_border
+from attn_core.context_parallel.on_torch.positions import Places, add_border
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
-from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
-from attn_core.context_parallel.prefetch import prefetch
-from torch_frontend.context_parallel import forward
-from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.exchanges import KVPair, PendingExchange
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Step, prefetch
+from torch_frontend.context_parallel import exchange, forward
+from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
 from torch_frontend.context_parallel.forward import Residuals
 from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
@@ -134,7 +132,7 @@ def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> Group
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
         # The message is made now, when the gathered keys are freed.
-        sender = exchanges.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
+        sender = exchange.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
         buffers = zip(pair, sender.buffers, strict=True)
         sent = [Total(block, places, plan.sent_dtype, buffer) for block, buffer in buffers]
         queries = _add_key_gradients(tiles, gradients, sent)
@@ -210,4 +208,4 @@ def _start_shards(plan: RankPlan, gradients: TileGradients, dtype: torch.dtype) 
         return PendingExchange.ready([each[:, :, None] for each in tensors] if plan.regroups else tensors)
     q_shard, k_shard = plan.call.plan.q_layout.shard, plan.call.plan.k_layout.shard
     places, shards = (plan.q_places, plan.k_places, plan.k_places), (q_shard, k_shard, k_shard)
-    return exchanges.positions_to_heads(plan.inner, tensors, places, shards)
+    return exchange.positions_to_heads(plan.inner, tensors, places, shards)

@@ -16,11 +16,11 @@ from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement.calls import SharedCall, prepare_together
+from torch_frontend.context_parallel.agreement import SharedCall, prepare_together
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.context_parallel.repeated_calls import RepeatedCall
-from torch_frontend.dispatch import autocast, empty_rows, ops
+from torch_frontend.dispatch import autocast, ops, run_plan
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions, join_names
 
@@ -108,7 +108,7 @@ def run(
     call.end()
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], empty_rows.fill_with_sinks(results[1], sinks, call.plan.query_count)
+    return results[0], run_plan.fill_with_sinks(results[1], sinks, call.plan.query_count)
 
 
 def _leave_to_python() -> None:
@@ -241,4 +241,4 @@ torch.library.register_autograd("attn::context_forward", _differentiate, setup_c
 def run_traced(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call that torch.compile traces, through the ops."""
     out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *op_arguments(request))
-    return out, lse if sinks is None else empty_rows.fill_with_sinks(lse, sinks, count)
+    return out, lse if sinks is None else run_plan.fill_with_sinks(lse, sinks, count)

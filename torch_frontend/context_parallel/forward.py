@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from attn_core.backends.shared.sinks import with_sinks
+from attn_core.backends.shared.rewrites import with_sinks
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.on_torch import rows
-from attn_core.context_parallel.prefetch import prefetch
-from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.exchanges import PendingExchange
+from attn_core.context_parallel.plan import prefetch
+from torch_frontend.context_parallel import exchange
+from torch_frontend.context_parallel.exchange import PendingExchange
 from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
 
@@ -89,7 +89,7 @@ def _start_block(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, group: int) ->
     tensors = [group_heads(plan, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
     if plan.inner.size == 1:
         return PendingExchange.ready(tensors)
-    return exchanges.heads_to_positions(plan.inner, tensors, (plan.q_places, plan.k_places, plan.k_places))
+    return exchange.heads_to_positions(plan.inner, tensors, (plan.q_places, plan.k_places, plan.k_places))
 
 
 def group_heads(plan: RankPlan, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
@@ -128,7 +128,7 @@ def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingEx
     if plan.inner.size == 1:
         return PendingExchange.ready([tensor[:, :, None] for tensor in tensors])
     count, shard = len(tensors), plan.call.plan.q_layout.shard
-    return exchanges.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
+    return exchange.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
 
 
 def start_rows(
@@ -146,7 +146,7 @@ def start_rows(
     parts = [group_heads(plan, tensor, group, kv=False) for tensor in tensors]
     pending = PendingExchange.ready(parts)
     if plan.inner.size > 1:
-        pending = exchanges.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
+        pending = exchange.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
 
     def unpack(_: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         block, *rest = pending.wait()

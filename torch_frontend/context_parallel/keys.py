@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from attn_core.context_parallel import borders
-from attn_core.context_parallel.on_torch.places import border_pieces
+from attn_core.context_parallel.on_torch.positions import border_pieces
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
-from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.exchanges import KVPair, PendingExchange
+from torch_frontend.context_parallel import exchange
+from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
 from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
@@ -38,9 +38,9 @@ class Keys:
         self._moving: KVPair | None = None
         """The block that moves on in a ring, and how far it has moved."""
         self._shift = 0
-        self._pending: exchanges.PendingExchange[list[Tensor]] | None = None
+        self._pending: exchange.PendingExchange[list[Tensor]] | None = None
         if plan.gathers and not gathered:
-            self._pending = exchanges.gather_keys(plan.outer, self._padded())
+            self._pending = exchange.gather_keys(plan.outer, self._padded())
 
     def blocks(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
         """Yields each step, this rank's tiles and its block of keys and values; the next block travels meanwhile.

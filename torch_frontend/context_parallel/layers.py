@@ -18,7 +18,7 @@ import torch
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.seq_info import SeqInfo
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.layout import Layout
 from attn_core.context_parallel.request import row_lengths
 from attn_core.errors import SpecError, shown
@@ -55,7 +55,7 @@ class ActiveMesh(NamedTuple):
             return check(*arguments)
         except Exception as error:
             if not torch.compiler.is_compiling():  # a trace cannot send
-                from torch_frontend.context_parallel.agreement.calls import announce_error
+                from torch_frontend.context_parallel.agreement import announce_error
 
                 announce_error(error, self.mesh)
             raise
@@ -111,7 +111,7 @@ after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself
 @lru_cache(maxsize=16)
 def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Returns the positions on the device; cached, because a copy from the host waits for the device."""
-    return torch.from_numpy(places.position_ids(layout, documents)[rank]).to(device)
+    return torch.from_numpy(index_arrays.position_ids(layout, documents)[rank]).to(device)
 
 
 _active: ContextVar[ActiveMesh | None] = ContextVar("attn_core_context_parallel", default=None)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall, keeps_borders, keeps_gathered
 from attn_core.context_parallel.choose import Explanation
-from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.positions import Places
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.plan import Step, outer_and_inner
 from attn_core.context_parallel.request import Request
@@ -80,8 +80,8 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
     q_places, k_places = np.arange(plan.q_layout.shard), np.arange(plan.k_layout.shard)
     k_size = plan.k_layout.shard
     if inner.size > 1:
-        q_places = places.places_of_block(plan.q_layout, plan.q_blocks[part])
-        k_places = places.places_of_block(plan.k_layout, plan.k_blocks[part])
+        q_places = index_arrays.places_of_block(plan.q_layout, plan.q_blocks[part])
+        k_places = index_arrays.places_of_block(plan.k_layout, plan.k_blocks[part])
         # Collectives need messages of one size, so every block is sent with the places of the largest.
         k_size = max(block.count for block in plan.k_blocks)
     coverage, wrap, steps = RowCoverage(len(q_places)), partial(on_device, device=device), []
@@ -89,12 +89,12 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         read_index = sum_index = None
         if step.gathered:  # gathered blocks stay in the order of ranks, and tiles index into them
             keys, others = plan.key_block(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
-            read_index = sum_index = places.places_in_blocks(others, k_size, keys)
+            read_index = sum_index = index_arrays.places_in_blocks(others, k_size, keys)
             if outer.size > 2:
-                read_index = places.places_in_blocks(plan.k_blocks, k_size, keys)
+                read_index = index_arrays.places_in_blocks(plan.k_blocks, k_size, keys)
         tiles = []
         for tile in step.tiles[part]:
-            rows, keys_of_tile = places.places_of_tile(tile)
+            rows, keys_of_tile = index_arrays.places_of_tile(tile)
             read = keys_of_tile if read_index is None else read_index[keys_of_tile]
             summed = read if sum_index is read_index else sum_index[keys_of_tile]  # type: ignore[index]
             tiles.append(build_tile_run(call, tile, (rows, read, summed), device, coverage, wrap))

@@ -13,7 +13,7 @@ import torch
 
 from attn_core.call.options import Options, is_plain_window
 from attn_core.call.seq_info import SeqInfo
-from torch_frontend.context_parallel.agreement.calls import SharedCall, find_meeting
+from torch_frontend.context_parallel.agreement import SharedCall, find_meeting
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.prepared import Prepared, Request

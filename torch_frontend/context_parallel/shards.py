@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attn_core.context_parallel import index_arrays, request
 from attn_core.context_parallel import layout as layouts
-from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
-from torch_frontend.context_parallel.agreement.calls import announce_error, find_meeting
-from torch_frontend.context_parallel.agreement.meeting import Exchange
-from torch_frontend.context_parallel.exchange.exchanges import gather
+from torch_frontend.context_parallel.agreement import Exchange, announce_error, find_meeting
+from torch_frontend.context_parallel.exchange import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
 from torch_frontend.dispatch import plan, tensor_kinds
 
@@ -36,7 +35,7 @@ def shard_sequence(
         raise ShapeError(f"x: expected a tensor of less than 2^63 bytes, got shape {list(x.shape)}")
     dim = layouts.check_axis(dim, x.dim())
     row = row_layout(mesh, layout, x.shape[dim], document_offsets(seq_info))
-    index = torch.from_numpy(places.positions_by_shard(row)[rank_of(mesh)]).to(x.device)
+    index = torch.from_numpy(index_arrays.positions_by_shard(row)[rank_of(mesh)]).to(x.device)
     tensor_kinds.check_data(index, x=x)
     count = row.position_count(rank_of(mesh))
     positions = x.index_select(dim, index[:count])
@@ -65,7 +64,7 @@ def unshard_sequence(
         row = row_layout(mesh, layout, length, documents)
         if x.shape[dim] != row.shard:
             raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
-        order = torch.from_numpy(places.places_by_position(row)).to(x.device)
+        order = torch.from_numpy(index_arrays.places_by_position(row)).to(x.device)
         tensor_kinds.check_data(order, x=x)
     except Exception as error:
         announce_error(error, mesh)

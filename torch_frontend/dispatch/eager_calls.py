@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options, check_layout, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError, Target, choose, new_plans
-from torch_frontend.dispatch import autograd, cudnn_plans, empty_rows, in_parts, offsets, plan
-from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
+from torch_frontend.dispatch import autograd, in_parts, offsets, plan, run_plan
+from torch_frontend.dispatch.layouts import all_exchanged, exchanged
 from torch_frontend.dispatch.plan import Metadata, Plan
 from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
-from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import check_offsets, note_failure, run_forward
+from torch_frontend.dispatch.run_plan import check_offsets, in_ranges, note_failure, run_forward
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]
@@ -65,7 +64,7 @@ def attend(
     results = run(q, k, v, *others)
     if sinks is None or type(results) is not tuple:
         return results
-    return empty_rows.finish_results(results, Inputs(q, k, v, *others), seq_info)
+    return run_plan.finish_results(results, Inputs(q, k, v, *others), seq_info)
 
 
 def _documents(q: Any, k: Any, v: Any, seq_info: Any) -> tuple[Tensor, Tensor, Any, Any] | None:
@@ -293,12 +292,12 @@ def plan_by_family(
     if family.known is not None:
         first, target, names = family.known
         spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])
-        limited = target if names else cudnn_plans.limited(target, spec)
+        limited = target if names else plan.limited(target, spec)
         choice = choose(spec, limited, names, family.claimed[limited is not target])
         if choice is not None:
             name, candidates = choice
             if names is None:
-                cudnn_plans.chosen(spec, name)
+                plan.chosen(spec, name)
             new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan.plan_on(name, spec, target, q[2], mask, bias, False)
     result = plan.plan(metadata, options, needs_backward, bias_gradient, requested)

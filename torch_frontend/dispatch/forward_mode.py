@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs, Tangents

@@ -18,7 +18,7 @@ from attn_core.call.options import check_layout
 from attn_core.call.segments import Segments, Visible
 from attn_core.errors import ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction, trace_mask
-from torch_frontend.dispatch import nested
+from torch_frontend.dispatch import layouts
 
 # Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
 vars(segments.function_of).update(_dynamo_marked_constant=True)
@@ -69,7 +69,7 @@ def without_segments(
         seq_info, alibi_slopes: of the call.
     """
     q, k = rows
-    if nested.has_jagged(q, k):
+    if layouts.has_jagged(q, k):
         raise SpecError("q_segment_ids: expected None with NestedTensors, whose rows are documents already")
     q_shape, k_shape = (tuple(getattr(array, "shape", ())) for array in rows)
     if check_layout(layout) == "bhsd":

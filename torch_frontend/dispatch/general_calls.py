@@ -22,7 +22,6 @@ from attn_core.selection.row_maximum import with_max_logit
 from torch_frontend.dispatch import (
     autocast,
     autograd,
-    empty_rows,
     functions,
     in_parts,
     max_logit,
@@ -38,7 +37,7 @@ from torch_frontend.dispatch import (
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import OpOptions, join_names
 from torch_frontend.dispatch.prepared import layer_trains
-from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.run_plan import in_ranges
 from torch_frontend.dispatch.value_checks import in_checks
 
 
@@ -122,7 +121,7 @@ def run(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
     inputs, options = gather_arguments(q, k, v, given)
     capture = max_logit.Capture() if with_maximum else None
     results = attend(inputs, options, given["backend"], capture)
-    results = empty_rows.finish_results(results, inputs, given["seq_info"])
+    results = run_plan.finish_results(results, inputs, given["seq_info"])
     if capture is None:
         return results
     top = max_logit.by_a_pass(inputs, options) if capture.max_logit is None else capture.max_logit

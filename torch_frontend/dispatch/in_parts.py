@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.backends.shared.constant_tensors import declare
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import declare, from_records
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec

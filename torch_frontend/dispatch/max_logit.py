@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.backends.shared.programs.triton import has_triton
+from attn_core.backends.shared.triton import has_triton
 from attn_core.call.seq_info import SeqInfo, Tail, append_tail, check_cu_seqlens, cover_tail, tail_of
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import plan, tensor_kinds

@@ -31,8 +31,7 @@ from torch_frontend.dispatch.op_arguments import (
     to_call,
 )
 from torch_frontend.dispatch.plan import Plan, lse_dtype, metadata, plan
-from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, in_ranges, run_backward, run_forward
 from torch_frontend.dispatch.value_checks import check_backward, check_forward
 
 Tensor = torch.Tensor

@@ -1,26 +1,62 @@
-"""Plans a call: from tensors to a backend's forward and backward."""
+"""Plans a call: from tensors to a backend's forward and backward.
+
+torch prepares a plan in cuDNN for every new shape of a call, and keeps it until the process ends. A program with ever
+new lengths would spend most of its time on plans and grow without end. So after MOST_SHAPES shapes, automatic choice
+takes another kernel for a new one. The shapes that have a plan stay with cuDNN, and so do calls that name it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.functions import AUX
 from attn_core.call.hints import remedy_of
-from attn_core.call.mask_objects import Visible, as_options, is_object
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Selection, Target, explain, new_plans, select
-from torch_frontend.dispatch import cudnn_plans, sdpa_flags, tensor_kinds
+from torch_frontend.dispatch import sdpa_flags, tensor_kinds
+from torch_frontend.dispatch.mask_objects import Visible, as_options, is_object
+
+MOST_SHAPES = 64
+"""A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
+9.19, measured on 2026-11-26)."""
+NAME = "sdpa_cudnn"
+WHY = (
+    f"{MOST_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "
+    f"more. Pad lengths to a few sizes, or name it: backend={NAME!r}"
+)
+
+_shapes: dict[AttentionSpec, None] = {}
+"""The calls that automatic choice gave to cuDNN."""
+
+
+def limited(target: Target, spec: AttentionSpec) -> Target:
+    """Returns the target for the automatic choice of a call: without cuDNN if a new shape would exceed the limit."""
+    return target if len(_shapes) < MOST_SHAPES or spec in _shapes else _without(target)
+
+
+@lru_cache(maxsize=64)
+def _without(target: Target) -> Target:
+    return replace(target, unavailable=(*target.unavailable, (NAME, WHY)))
+
+
+def chosen(spec: AttentionSpec, name: str) -> None:
+    """Notes the automatic choice of a call."""
+    if name == NAME:
+        _shapes.setdefault(spec)
+
 
 Tensor = torch.Tensor
 
@@ -67,7 +103,7 @@ def plan(
     selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
     if selection.requested is None and switches is None:
-        cudnn_plans.chosen(selection.spec, selection.backend or "")
+        chosen(selection.spec, selection.backend or "")
     spec = selection.spec
     device, one_row = metadata.q[2], _has_one_row(spec, metadata)
     return plan_on(selection.backend or "", spec, selection.target, device, metadata.mask, metadata.bias, one_row)
@@ -179,7 +215,7 @@ def request(
     target = sdpa_flags.limited(Target.here("torch", device_name(metadata.q[2])), switches)
     names = requested_names(requested) or sdpa_flags.preferred(switches)
     if names is None and switches is None:  # torch's flags may leave cuDNN alone
-        target = cudnn_plans.limited(target, spec)
+        target = limited(target, spec)
     return spec, target, names
 
 

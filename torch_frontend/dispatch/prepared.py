@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd import forward_ad, profiler
 
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.call import checks, observe
 from attn_core.call.tensors import Inputs
 from attn_core.selection import new_plans, override

@@ -1,18 +1,62 @@
-"""Runs a planned call: its tensors in the shapes that a backend expects, its results in the caller's."""
+"""Runs a planned call: its tensors in the shapes that a backend expects, its results in the caller's.
+
+For a row that sees no key, backends return a log-sum-exp of -inf with or without sinks, because their backwards
+recognise the row by that and ignore its dout. The caller gets the sink, the only term of such a row's sum: torch
+operations after the kernel put it there, so that autograd computes its gradient.
+
+If somebody profiles, the plan's functions run inside ranges: the same functions in the same order, so that a profile
+shows what really happens.
+"""
 
 from __future__ import annotations
 
-import torch
+import threading
+from functools import lru_cache
+from typing import Any
 
+import torch
+from torch.autograd import profiler
+
+from attn_core.backends.shared.torch_ranges import Range, in_range
 from attn_core.call import key_ranges as key_ranges_of
-from attn_core.call.observe import range_name
-from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.call.observe import range_name, ranges_enabled
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import note_call
 from torch_frontend.dispatch.plan import Plan, check_tensor
 
 Tensor = torch.Tensor
+
+
+def finish_results(results: Any, inputs: Inputs, seq_info: Any) -> Any:
+    """Returns a call's results, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
+
+    Args:
+        results: ``(out, lse)``, or the output alone.
+        inputs: their offsets may be completed; the documents of ``seq_info`` come first.
+        seq_info: the documents as the caller passed them.
+    """
+    if inputs.sinks is None or not isinstance(results, tuple):
+        return results
+    info = SeqInfo.coerce(seq_info)
+    # The offsets may have documents for trailing tokens at the end; those rows keep -inf.
+    end = None if info is None else inputs.cu_seqlens_q[info.cu_seqlens_q.shape[0] - 1]
+    return results[0], fill_with_sinks(results[1], inputs.sinks, end)
+
+
+def fill_with_sinks(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
+    """Returns the log-sum-exp ``[..., heads, rows]`` with -inf replaced by the sinks ``[heads]``.
+
+    Args:
+        end: the number of rows that belong to a document, an int or a tensor; later rows keep -inf. None: all rows.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    # A row also has -inf if its sink is -inf. The sink must not get a gradient there.
+    alone = (lse == -torch.inf) & (sinks != -torch.inf)
+    if end is not None:
+        alone = alone & (torch.arange(lse.shape[-1], device=lse.device) < end)
+    return torch.where(alone, sinks, lse)
 
 
 def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
@@ -113,3 +157,72 @@ def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None,
     # Inputs: q, k, v, mask, bias, alibi_slopes, sinks, both cu_seqlens, key_ranges, the aux arrays, rng.
     dq, dk, dv, dbias, dsinks, *daux = gradients
     return (dq, dk, dv, None, dbias, None, dsinks, None, None, None, *daux, None)[:count]
+
+
+def in_ranges(call_plan: Plan) -> Plan:
+    """Returns the plan with its functions in ranges if somebody listens, else the plan itself.
+
+    The callers on the fast path repeat the condition, because a function call costs more than both of its reads.
+    """
+    if profiler._is_profiler_enabled or ranges_enabled():
+        return _wrapped(call_plan, ranges_enabled())
+    return call_plan
+
+
+# NVTX is decided in the forward, because the backward may run on a thread of autograd, which has another
+# context.
+@lru_cache(maxsize=4096)
+def _wrapped(call_plan: Plan, nvtx: bool) -> Plan:
+    spec, backend = call_plan.spec, call_plan.backend
+    if spec.empty:  # runs no kernel
+        return call_plan
+    names = range_name(backend, spec, "forward"), range_name(backend, spec, "backward")
+    forward, backward = in_range(call_plan.forward, names[0], nvtx), in_range(call_plan.backward, names[1], nvtx)
+    shortcut = _shortcut_in_ranges(call_plan.shortcut, *names, nvtx)
+    return call_plan._replace(forward=forward, backward=backward, shortcut=shortcut)
+
+
+def _shortcut_in_ranges(shortcut: Any, forward: str, backward: str, nvtx: bool) -> Any:
+    """Wraps a backend's shortcut, and the same function for heads-first tensors: torch runs its backward by itself."""
+    if shortcut is None:
+        return None
+
+    def run(*tensors: Tensor | None) -> Any:
+        with Range(forward, nvtx):
+            results = shortcut(*tensors)
+        if results is not None:
+            _mark_backward(results[0], backward, nvtx)
+        return results
+
+    heads_first = getattr(shortcut, "heads_first", None)
+    if heads_first is not None:
+        run.heads_first = _shortcut_in_ranges(heads_first, forward, backward, nvtx)  # type: ignore[attr-defined]
+    return run
+
+
+def _mark_backward(out: Tensor, name: str, nvtx: bool) -> None:
+    """Puts the backward that torch recorded for a kernel's output in a range."""
+    node = out.grad_fn
+    # Views of the kernel's output have one input, the kernel has q, k and v.
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if node is not None:
+        node.register_prehook(lambda _: _switch_to(Range(name, nvtx)))
+        node.register_hook(lambda *_: _switch_to(None))
+
+
+_running = threading.local()
+
+
+def _switch_to(following: Range | None) -> None:
+    """Ends the range of this thread's backward kernel, if there is one, and starts the following one.
+
+    Torch calls no hook after a kernel that raised. Its range then ends when the next one starts.
+    """
+    before = getattr(_running, "range", None)
+    _running.range = None
+    if before is not None:
+        before.stop()
+    if following is not None:
+        following.start()
+        _running.range = following

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attn_core import backends
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.selection import Target
 
 is_flash_on = torch._C._get_flash_sdp_enabled

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.programs.triton import relaunch
+from attn_core.backends.shared.triton import relaunch
 from attn_core.call import observe
 from attn_core.call.seq_info import Tail
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.flash3.backend import forward_of_e4m3
+from attn_core.backends.flash3 import forward_of_e4m3
 from attn_core.call.options import Options, check_flag, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.dropins.flash_attn.hopper import FlashAttention3

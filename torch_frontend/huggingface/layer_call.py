@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from attn_core.backends.shared import kept_masks
+from attn_core.backends.shared import aten_masks
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import mask_or_bias
 from attn_core.errors import ShapeError, SpecError
@@ -103,7 +103,7 @@ def share(
 ) -> None:
     """Keeps a call for the layers with the same mask, unless it depends on position ids that were not readable."""
     if call.mask is not None:
-        kept_masks.keep_additive(call.mask)  # one row of keys
+        aten_masks.keep_additive(call.mask)  # one row of keys
     if call.positions is None and described.visible.seq_info is None and counts_positions(described.visible):
         call = call._replace(positions=_no_positions)
     elif call.positions is not None and (position_ids is None or not are_readable(position_ids, *lengths[:2])):

@@ -15,15 +15,22 @@ import numpy as np
 import torch
 from transformers import masking_utils  # at module level, because older compilers cannot trace a lazy module's import
 
-from attn_core.backends.shared import kept_masks
+from attn_core.backends.shared import aten_masks
 from attn_core.context_parallel import one_device, ranges
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe, needs_floats
+from torch_frontend.huggingface.described_mask import (
+    DescribedMask,
+    Pattern,
+    VisibleKeys,
+    describe,
+    infer_pattern,
+    needs_floats,
+    read_pattern,
+)
 from torch_frontend.huggingface.layer_call import documents_from_numbers
-from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
 Tensor = torch.Tensor
 
@@ -77,7 +84,7 @@ def mask(
             return table
         table = table.contiguous()  # as generate makes it, and a copy would lose what is attached here
         if table.device.type != "cpu":
-            kept_masks.keep_additive(table)
+            aten_masks.keep_additive(table)
             return table
         # Values on the CPU can be read, so layers that are not compiled leave hidden keys out.
         described = _describe(table.shape, (int(q_offset), kv_offset), pattern, attention_mask, device, dense)

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.programs.triton import Description, Direct, launch, remember
+from attn_core.backends.shared.triton import Description, Direct, launch, remember
 from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.errors import ShapeError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.arguments import check_choice
-from attn_core.paged.quantised.numbers import STORED, page_factors, stored_numbers, token_scales
+from attn_core.paged.quantised import STORED, page_factors, stored_numbers, token_scales
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -372,8 +372,7 @@ def append_on_gpu(
 
     Returns the direct launch, see ``triton.launch``, if it fits other tensors with the metadata and strides of these.
     """
-    from attn_core.paged import triton_tables
-    from attn_core.paged.quantised import triton_quantise
+    from attn_core.paged import kernels
 
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
         # The pool is written in place, so a dense copy would lose the writes. k and v are only read, so they may be
@@ -411,7 +410,7 @@ def append_on_gpu(
             # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
-            **triton_quantise.constants(dtype, by),
+            **kernels.constants(dtype, by),
             # One warp finds the largest magnitude of a quantised row without waiting for another. Fusing would round
             # otherwise than JAX, see attn_core.paged.rotary.
             **{"num_warps": 1 if widest <= 64 or dtype else 2, "enable_fp_fusion": False},
@@ -421,7 +420,7 @@ def append_on_gpu(
     # Tests run the kernel on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if k.is_cuda else -1
     key = ("append", tuple([each.dtype for each in tensors]), dtype, by, added, sizes, numbers, flags, current)
-    direct = launch(triton_tables.append, key, tensors, describe)
+    direct = launch(kernels.append, key, tensors, describe)
     copied = [mine is not None and mine.data_ptr() != own.data_ptr() for mine, own in zip(read, (k, v, *others))]
     return None if any(copied) else direct
 

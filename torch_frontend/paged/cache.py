@@ -8,13 +8,12 @@ import numpy as np
 import torch
 
 from attn_core.call.hints import SharedOptions
-from attn_core.call.keywords import CachedKeywords
+from attn_core.call.options import CachedKeywords
 from attn_core.errors import DeviceError
-from attn_core.paged import layouts
-from attn_core.paged.allocation import sizing
-from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.allocation.sizing import PoolSizes
+from attn_core.paged import layouts, sizing
+from attn_core.paged.allocator import Copies
 from attn_core.paged.cache import CacheSizes, PagedCache
+from attn_core.paged.sizing import PoolSizes
 from attn_core.paged.step import Step
 from torch_frontend.dispatch.plan import check_tensor, device_of
 from torch_frontend.paged.append import append_kv

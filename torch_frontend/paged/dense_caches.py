@@ -17,15 +17,15 @@ from attn_core.call.arguments import build_spec, check_one_place
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.kinds import check_int32
-from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, check_layout, check_options, check_traced_options, requested_names
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import Form, form_of, read_pages
-from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
+from torch_frontend.dispatch import autocast, layouts, plan, sdpa_flags, tensor_kinds, transforms, value_checks
 from torch_frontend.dispatch.eager_calls import OPTIONS
-from torch_frontend.dispatch.heads_first import all_exchanged, first_exchanged
+from torch_frontend.dispatch.layouts import all_exchanged, first_exchanged
+from torch_frontend.dispatch.mask_objects import is_object
 from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
@@ -90,7 +90,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
     Values on the host are checked. A compiled program, a trace and a transform clamp them.
     """
     for name, tensor in zip("qkv", qkv, strict=True):
-        if nested.has_jagged(tensor):
+        if layouts.has_jagged(tensor):
             raise SpecError(f"{name}: expected a plain tensor with {rows.first}, got a NestedTensor, which has lengths")
         plan.check_tensor(name, tensor)
     q, k, v = qkv

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_core.backends.shared.programs.triton import has_triton
-from attn_core.call.partial_results import merged, parts_of
+from attn_core.backends.shared.triton import has_triton
+from attn_core.paged.merge_states import merged, parts_of
 from torch_frontend.dispatch.plan import check_tensor, facts, on_device
 from torch_frontend.dispatch.transforms import is_one_op
 

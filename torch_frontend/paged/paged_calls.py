@@ -10,10 +10,10 @@ import torch
 from attn_core.backends.shared.torch_ranges import in_range
 from attn_core.call.observe import ranges_enabled
 from attn_core.call.options import requested_names
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.errors import note_call
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
-from torch_frontend.dispatch import empty_rows
+from torch_frontend.dispatch import run_plan
 from torch_frontend.dispatch.plan import Metadata
 from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged.plan import PagedPlan, options_of, plan_call
@@ -105,6 +105,6 @@ def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
             return results
         last = more[0][-1] if more and more[0] is not None else None
         # The log-sum-exp of a row that sees no key becomes its sink.
-        return results[0], empty_rows.fill_with_sinks(results[1], sinks, last)
+        return results[0], run_plan.fill_with_sinks(results[1], sinks, last)
 
     return run

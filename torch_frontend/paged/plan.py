@@ -10,7 +10,7 @@ import torch
 
 from attn_core import backends
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.from_records import from_records
+from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import observe
 from attn_core.call.key_ranges import check_values as check_range_values
@@ -24,7 +24,7 @@ from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
-from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
+from torch_frontend.dispatch import offsets, plan, run_plan, tensor_kinds
 from torch_frontend.dispatch.plan import on_device
 from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
@@ -198,7 +198,7 @@ def run(
     out = out if into is None else copied(out, into)
     if inputs.sinks is None or not options.return_lse:
         return out, lse
-    return out, empty_rows.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])
+    return out, run_plan.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])
 
 
 def check_out(out: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import torch
 
-from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch, remember
+from attn_core.backends.shared.triton import Description, Direct, has_triton, launch, remember
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import check_flag
 from attn_core.paged import rotary
@@ -114,7 +114,7 @@ def _rotate_on_gpu(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
 ) -> tuple[Tensor, Direct | None]:
     """Returns the rotated x, and the direct launch if it fits other tensors with the metadata and strides of these."""
-    from attn_core.paged import triton_rotary
+    from attn_core.paged import kernels
 
     rows = x.detach().reshape(-1, *x.shape[-2:])  # [tokens, heads, head_dim]; a view if the strides allow one
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -137,7 +137,7 @@ def _rotate_on_gpu(
     current = torch.cuda.current_device() if x.is_cuda else -1
     dtypes = tuple(tensor.dtype for tensor in tensors[:4])
     key = ("rotate", dtypes, tuple(rows.shape), cos.shape[1], numbers, interleaved, current)
-    direct = launch(triton_rotary.rotate, key, tensors, describe)
+    direct = launch(kernels.rotate, key, tensors, describe)
     copied = [mine.data_ptr() != own.data_ptr() for mine, own in zip(tensors, (x, cos, sin, positions))]
     return out, None if any(copied) else direct
 

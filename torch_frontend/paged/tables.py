@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.call.pages import PagedKV
+from attn_core.call.spec import PagedKV
 from attn_core.errors import DTypeError
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.tables import TABLES

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core import expressions
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once
 
 log = logging.getLogger("attn_core.flash4")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once
 from attn_core.call.functions import aux_of, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels
-from attn_core.backends.shared.constant_tensors import made_from
+from attn_core.backends.flash4 import block_tables, functions, own_kernels
+from attn_core.backends.shared.caches import made_from
 from attn_core.call.functions import named, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -89,7 +89,7 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_ker
         return tuple(arrays)
 
     def make() -> tuple[Any, ...]:
-        states = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device, lane)
+        states = None if spec.mask_mod is None else block_tables.states(spec, arrays, inputs.q.device, lane)
         table, spans = block_tables.table(spec, inputs, states, half == "forward", lane)
         return (*table, *arrays) if spans is None else (*table, spans, *arrays)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import disk_cache
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once
 from attn_core.call.observe import timed
 
 TAKES_VIEWS = True

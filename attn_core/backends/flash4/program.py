@@ -30,16 +30,9 @@ from attn_core.backends.flash4.recording import (
     with_leaves,
 )
 from attn_core.backends.flash4.replay import BackwardOperands, ForwardOperands
-from attn_core.backends.shared import dry_run
-from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.programs.kernel_programs import (
-    RESULTS,
-    SCRATCH,
-    Buffer,
-    KernelProgram,
-    KernelStep,
-    Unrecordable,
-)
+from attn_core.backends.shared import first_calls
+from attn_core.backends.shared.caches import cached_once
+from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
 
@@ -213,9 +206,9 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> Tensors:
     """Returns a call's tensors: operands, then results; a backward has out, lse and dout as operands."""
     import torch
 
-    inputs = program_inputs(dry_run.zeros(spec, FAKE_DEVICE))
+    inputs = program_inputs(first_calls.zeros(spec, FAKE_DEVICE))
     operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
-    query, key, value = dry_run.shapes(spec)
+    query, key, value = first_calls.shapes(spec)
     wide, narrow = spec.dtype, "float32"
     shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow)}
     if direction == "backward":

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import own_kernels
 from attn_core.backends.flash4.own_kernels import OwnKernel
-from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.programs.kernel_programs import Unrecordable
+from attn_core.backends.shared.caches import cached_once
+from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.after_fork import free_in_children
 
 

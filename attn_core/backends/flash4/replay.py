@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import masked, own_kernels, recording, versions
 from attn_core.backends.flash4.recording import Operand, Recording
-from attn_core.backends.shared.programs.kernel_programs import Unrecordable
+from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.backends.shared.readable import copied
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

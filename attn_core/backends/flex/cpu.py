@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.flex import functions
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.parts.split_documents import documents
+from attn_core.backends.shared.row_blocks import documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band

@@ -26,7 +26,7 @@ from attn_core.backends.flex.functions import PackedTokens
 from attn_core.backends.flex.operands import FlexOperands, arrange, hides, length_classes, offsets
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
-from attn_core.backends.shared import dry_run
+from attn_core.backends.shared import first_calls
 from attn_core.backends.shared.autograd import recording, without_gradient
 from attn_core.backends.shared.kernel_limits import tables
 from attn_core.backends.shared.plain.attention import without_autocast
@@ -187,7 +187,7 @@ def warm_up(spec: AttentionSpec) -> None:
     """Compiles and runs the call once on the current device, on contiguous zeros, with slopes in float32."""
     import torch
 
-    inputs = dry_run.zeros(spec)
+    inputs = first_calls.zeros(spec)
     out, lse = forward(spec, inputs)
     if spec.needs_backward:
         backward(spec, inputs, out, lse, torch.zeros_like(out), None)

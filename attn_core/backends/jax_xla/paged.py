@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.jax_xla import fixed_tiles
-from attn_core.backends.shared.pages.as_dense import dense_rows
+from attn_core.backends.shared.pages import dense_rows
 from attn_core.call.key_ranges import contains
 from attn_core.call.kinds import is_number
 from attn_core.call.masks import band
-from attn_core.call.pages import PagedKV
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
-from attn_core.paged.quantised.numbers import real_numbers
+from attn_core.paged.quantised import real_numbers
 
 Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 

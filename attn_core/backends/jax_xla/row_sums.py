@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.backends.jax_xla.finite import all_finite
+from attn_core.backends.jax_xla.products import all_finite
 from attn_core.backends.jax_xla.tiles import XlaOperands, zero_like
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec

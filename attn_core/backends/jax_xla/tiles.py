@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_core.backends.jax_xla.finite import all_finite, finite_only
-from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
+from attn_core.backends.jax_xla.products import all_finite, finite_only
+from attn_core.backends.shared.in_jax import document_numbers, safe_offsets
 from attn_core.call.functions import aux_of
 from attn_core.call.key_ranges import contains
 from attn_core.call.kinds import is_number

@@ -15,9 +15,16 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.jax_xla.attention import dropped
-from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
 from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
-from attn_core.backends.jax_xla.products import product, sum_dtype, sum_over_queries
+from attn_core.backends.jax_xla.products import (
+    all_finite,
+    finite_constant,
+    finite_only,
+    finite_rows,
+    product,
+    sum_dtype,
+    sum_over_queries,
+)
 from attn_core.backends.jax_xla.row_sums import exact_lse, finish, log_weights, sinks_gradient, with_sink
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,

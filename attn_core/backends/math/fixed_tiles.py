@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.parts.split_documents import documents
-from attn_core.backends.shared.plain import contained_sums
+from attn_core.backends.shared.plain import blocks
 from attn_core.backends.shared.plain.attention import without_autocast
+from attn_core.backends.shared.row_blocks import documents
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
@@ -484,21 +484,21 @@ def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Any, number: int, lse: Any
 def _tile_products(rows: Any, matrix: Any, out: Any = None) -> Any:
     """``[batch * kv_heads, group, QUERY_TILE, a]`` times ``[batch * kv_heads, a, b]``. out: memory to write into."""
     several = _several(rows, matrix)
-    return contained_sums.products(several[0][:, None], several[1][:, None], out)[: len(rows), 0]
+    return blocks.products(several[0][:, None], several[1][:, None], out)[: len(rows), 0]
 
 
 def _over_keys(weights: Any, values: Any, tiles: Tiles, hidden: Any) -> Any:
     """Sums values ``[batch * kv_heads, KEY_TILE, dim]`` over the keys of a tile; a NaN reaches who sees it."""
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
     several = _several(weights, values)
-    return contained_sums.sum_over_keys(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
+    return blocks.sum_over_keys(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
 def _over_rows(weights: Any, rows: Any, tiles: Tiles, hidden: Any) -> Any:
     """Sums rows ``[batch * kv_heads, group, QUERY_TILE, dim]`` over group and queries of a tile."""
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
     several = _several(weights, rows)
-    return contained_sums.sum_over_rows(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
+    return blocks.sum_over_rows(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
 def _several(*operands: Any) -> tuple[Any, ...]:

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.backends.contract import Backend, Pages
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
+from attn_core.backends.sdpa_flash import containment, cpu_blocks, cpu_kernel
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, has_tiles, kernels, run_twice
-from attn_core.backends.shared.pages.as_dense import packed_documents
-from attn_core.backends.shared.parts.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
+from attn_core.backends.shared.pages import packed_documents
 from attn_core.backends.shared.readable import readable
-from attn_core.backends.shared.sinks import sink_gradient, with_sinks
+from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
+from attn_core.backends.shared.row_blocks import DocumentSlices, dense_inputs, dense_spec, documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
-from attn_core.call.pages import BITS
-from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.spec import BITS, DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
 FORWARD = Support(
@@ -164,20 +163,20 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             q, k, v = readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows)
         if not (by_results or containment.are_finite(k, v)):
             return None
-        added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
+        added = cpu_kernel.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added)
         if by_results and not containment.are_results_finite(out, lse):
             return None
         if learns and not size(lse, inf).item() < LARGE_LSE:
             return None
         if wants_lse:
-            lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
+            lse = lse.masked_fill(cpu_kernel.empty_rows(added), -float("inf"))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
-        added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
+        added = cpu_kernel.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows), attn_mask=added)
         if by_results and not containment.are_results_finite(out, lse):
             return None

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
-from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels
+from attn_core.backends.sdpa_flash.cpu_kernel import additive, empty_rows, forward_op, kernels, with_alibi
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, part_of

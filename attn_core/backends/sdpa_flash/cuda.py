@@ -19,11 +19,9 @@ from typing import Any
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
-from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.device_kinds import compute_capability
-from attn_core.backends.shared.incoming_gradients import copy_unaligned
+from attn_core.backends.shared.autograd import copy_unaligned, without_gradient
 from attn_core.backends.shared.readable import readable, readable_rows, writable
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import Build, Support, compute_capability
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

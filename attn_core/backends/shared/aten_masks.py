@@ -1,6 +1,7 @@
 """Helpers for torch's own CUDA kernels: the band of a call, mask and bias as one additive tensor, and limits.
 
-No function here synchronises: empty rows are found on the device, and the result stays there.
+No function here synchronises: empty rows are found on the device, and the result stays there. Masks keep their additive
+form, so that the layers of a model convert one mask once.
 """
 
 from __future__ import annotations
@@ -8,13 +9,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
-from attn_core.backends.shared import kept_masks, kernel_limits
-from attn_core.backends.shared.device_kinds import compute_capability
+from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.readable import readable
+from attn_core.backends.support import compute_capability
 from attn_core.call.masks import Band, band
 from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec
+
+KEPT_ELEMENTS = 2**22
+"""The most elements of a kept form: 16 MiB in float32. Larger calls take much longer than the conversion."""
+
+MARK = "_attn_core_additive"
+"""The attribute of a mask that keeps its forms. Callers look for it first, so that other masks cost no call."""
+
+
+def keep_additive(mask: Any) -> None:
+    """Lets a bool mask keep its additive forms, for the calls that read it. A change in place invalidates them."""
+    if not mask.is_inference():  # inference tensors do not count their changes
+        setattr(mask, MARK, (ref(mask), {}))
+
+
+def kept_additive(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) -> Any:
+    """Returns the additive form of a mask that has MARK: the kept one, or a new one, which is kept if it is small.
+
+    Args:
+        form: what the additive form depends on beside the mask, a key of a dict.
+        convert: computes it.
+    """
+    import torch
+
+    original, forms = getattr(mask, MARK)
+    # A captured graph must convert the mask in every replay. Modes and transforms pass tensors of their own.
+    observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    # A deep copy has the attributes of its original.
+    if original() is not mask or observed or captured or torch.compiler.is_compiling():
+        mask_converted()
+        return convert()
+    # Another stream does not wait for the conversion, and a tensor made in inference mode cannot be used in training.
+    stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
+    key = (*form, mask._version, torch.is_inference_mode_enabled(), stream)
+    result = forms.get(key)
+    if result is None:
+        mask_converted()
+        result = convert()
+        if result.numel() <= KEPT_ELEMENTS:
+            forms[key] = result
+    return result
+
 
 ROW_MULTIPLE = 8
 """Rows of an additive tensor begin at multiples of 8 elements: 16 bytes in the smallest dtype."""
@@ -81,7 +125,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     if bias is not None and bias.dtype is not dtype:
         bias_copied()
         bias = bias.to(dtype)
-    if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
+    if mask is not None and (bias is not None or MARK not in mask.__dict__):
         mask_converted()
     if mask is None:
         return in_rows_of(bias, kv_len, aligned)
@@ -89,10 +133,10 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
     keys = mask if mask.shape[3] == kv_len else mask.expand(*mask.shape[:3], kv_len)
-    if kept_masks.MARK not in mask.__dict__:
+    if MARK not in mask.__dict__:
         return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
     form = dtype, kv_len, aligned
-    return kept_masks.additive_of(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
+    return kept_additive(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
 
 
 def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[[Any, Any], Any]:
@@ -118,7 +162,7 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
         empty_like, log, contiguous = torch.empty_like, torch.log, torch.contiguous_format
 
         def of_mask(mask: Any, bias: Any) -> Any:
-            if kept_masks.MARK in mask.__dict__:
+            if MARK in mask.__dict__:
                 return additive(mask, None, kind, kv_len, aligned=aligned)
             mask_converted()
             return log(mask, out=empty_like(mask, dtype=kind, memory_format=contiguous))

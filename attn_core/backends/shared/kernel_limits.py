@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attn_core.backends.shared.device_kinds import compute_capability
+from attn_core.backends.support import compute_capability
 from attn_core.call.spec import AttentionSpec
 
 GRID_LIMIT = 65535

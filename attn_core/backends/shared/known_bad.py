@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.aten_masks import explicit, needed_band
-from attn_core.backends.shared.device_kinds import compute_capability, kind_of
 from attn_core.backends.shared.kernel_limits import dq_elements
 from attn_core.backends.shared.rewrites import whole_eights
+from attn_core.backends.support import compute_capability, kind_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.caches import cached_once
 from attn_core.call.observe import range_name, ranges_enabled
 from attn_core.errors import note_call
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.in_order.new_tokens import document_at
-from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
+from attn_core.backends.shared.in_order.rows import LN_2, LOG2_E, document_at, raise_maximum
 
 
 @triton.jit

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.dry_run import shapes
-from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram
-from attn_core.backends.shared.programs.triton import Description, launch
+from attn_core.backends.shared import kernel_programs
+from attn_core.backends.shared.first_calls import shapes
+from attn_core.backends.shared.kernel_programs import Buffer, KernelProgram
 from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.shared.rewrites import power_of_two
+from attn_core.backends.shared.triton import Description, launch
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -225,6 +225,6 @@ def maximum_program(spec: AttentionSpec, settings: dict[str, Any], tile: Tiles) 
     buffers = {name: Buffer(name, tuple(shape), kind) for name, (shape, kind) in operands.items() if shape is not None}
     strides = {name: torch.empty(each.shape, device="meta").stride() for name, each in buffers.items()}
     buffers["row_maximum"] = Buffer("row_maximum", spec.lse_shape, "float32")
-    built = triton_programs.Program(buffers)
+    built = kernel_programs.Program(buffers)
     built.add(_maximum_kernel(), MAXIMUM_READS, ("row_maximum",), lambda _: maximum(spec, strides, settings, tile))
     return built.built()

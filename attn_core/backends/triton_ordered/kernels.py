@@ -21,10 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.in_order.loads import read
-from attn_core.backends.shared.in_order.new_tokens import document_at
-from attn_core.backends.shared.in_order.rows import attend_rows
-from attn_core.backends.shared.in_order.running_maximum import LOG2_E
+from attn_core.backends.shared.in_order.rows import LOG2_E, attend_rows, document_at, read
 
 
 @triton.jit

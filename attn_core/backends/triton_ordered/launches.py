@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import How, blocks, sequences
-from attn_core.backends.shared.programs.triton import Description, numbers_of
+from attn_core.backends.shared.triton import Description, numbers_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 

@@ -17,11 +17,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.in_order.loads import read, read_scales, slot_at
-from attn_core.backends.shared.in_order.new_tokens import clear_tail, is_behind, queries_of
-from attn_core.backends.shared.in_order.rows import attend_rows
-from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
-from attn_core.backends.triton_splitkv import shares
+from attn_core.backends.shared.in_order.rows import (
+    LN_2,
+    LOG2_E,
+    attend_rows,
+    clear_tail,
+    is_behind,
+    queries_of,
+    raise_maximum,
+    read,
+    read_scales,
+    slot_at,
+)
+from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.stored_tiles import (
     FLOAT8,
     HEADROOM,
@@ -108,7 +116,7 @@ def attend(
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
     LEFT_OPEN: no left window. FUSED: ``scores.weights_of``. NEAR: ``loads.slot_at``. Others are strides in elements.
 
-    KIND: how the pages are quantised (``quantised.numbers.KINDS``), 0 if they are not. A scale of a key multiplies its
+    KIND: how the pages are quantised (``quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
     Tiles are read as words of two bytes, and become a tile for each place of a number in a word. ASSEMBLY: see
     ``stored_tiles``.
@@ -310,7 +318,7 @@ def attend_in_order(
     )
 
 
-TURNED_ROWS = tl.constexpr(shares.TURNED_ROWS)
+TURNED_ROWS = tl.constexpr(launches.TURNED_ROWS)
 
 
 # Products of tiles of queries and keys, and of weights and values, in the orientation that wastes fewest rows. The

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.paged.quantised.numbers import KINDS
+from attn_core.paged.quantised import KINDS
 
 FLOAT8 = tl.constexpr(KINDS["float8_e4m3fn"])
 INT8 = tl.constexpr(KINDS["int8"])

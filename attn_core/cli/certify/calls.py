@@ -22,9 +22,8 @@ from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.support import Support
 from attn_core.call.functions import trace
-from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.spec_options import defaults_on

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.programs.triton import Description, launch
 from attn_core.backends.shared.readable import dense_channels, readable
+from attn_core.backends.shared.triton import Description, launch
 
 ROWS = 32
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.sinks import sink_gradient, with_sinks
+from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel import places
+from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradients
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
@@ -45,7 +45,7 @@ def build(spec: AttentionSpec, found: Tiled, device: Any, wrap: Callable[[Any], 
     call, tiles = found.call, []
     coverage = RowCoverage(call.spec.q_len)
     for tile in (each for step in call.plan.steps for each in step.tiles[0]):
-        of_rows, of_keys = places.places_of_tile(tile)
+        of_rows, of_keys = index_arrays.places_of_tile(tile)
         tiles.append(build_tile_run(call, tile, (of_rows, of_keys, of_keys), device, coverage, wrap))
     dtypes = (getattr(torch, call.accumulator("q", 0)), getattr(torch, call.accumulator("own", 0)))
     lse_dtype = getattr(torch, call.spec.lse_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.positions import Places
 from attn_core.context_parallel.on_torch.tiles import TileRun
 
 Tensor = Any

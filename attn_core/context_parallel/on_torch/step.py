@@ -14,9 +14,9 @@ import numpy as np
 
 from attn_core import backends
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.on_torch.places import GatheredPlaces
+from attn_core.context_parallel.index_arrays import places_in_gathered, places_of_tile
+from attn_core.context_parallel.on_torch.positions import GatheredPlaces
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
-from attn_core.context_parallel.places import places_in_gathered, places_of_tile
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 

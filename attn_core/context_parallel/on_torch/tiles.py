@@ -1,21 +1,54 @@
-"""One tile as a call of a backend on torch tensors, and the merge of its result into the results of its rows."""
+"""One tile as a call of a backend on torch tensors, and the merge of its result into the results of its rows.
+
+Triton's kernels and torch's pauses run on the current GPU; a pause gives an exchange a head start.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.backends.shared.torch_ranges import in_range_if_on
+from attn_core.backends.shared.triton import has_triton
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.on_torch.current_gpu import with_current
-from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.positions import Places
 from attn_core.context_parallel.tiles import Tile
+
+HEAD_START = 10_000
+"""GPU clock cycles, about 5 microseconds."""
+
+
+def with_current(device: Any) -> AbstractContextManager[Any]:
+    """Returns a context in which a ``torch.device`` with a GPU is the current one. It does nothing if it is already:
+    usually each rank has set its own, and torch's context would take microseconds."""
+    import torch
+
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def head_start(device: Any) -> None:
+    """Delays the compute stream by about 5 us, so that a collective starts before the next kernel occupies every SM.
+
+    The order of work on two streams is not defined. A collective that starts second waits for the kernel, and nothing
+    overlaps. If the stream waits for the collective next, the delay costs nothing, because the collective takes longer.
+    Does nothing on a CPU.
+
+    Args:
+        device: a ``torch.device``; the kernel will run on its current stream.
+    """
+    if device.type == "cuda":
+        import torch
+
+        with with_current(device):
+            # A kernel that spins on the GPU. While the GPU has queued work, a pause of the host would delay nothing.
+            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
+
 
 Tensor = Any
 

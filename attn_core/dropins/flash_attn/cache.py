@@ -15,8 +15,7 @@ import numpy as np
 from attn_core.call.arguments import ArrayFacts, check_one_place, check_qkv
 from attn_core.call.kinds import check_int32, check_within, is_host_int
 from attn_core.call.options import Options, check_options
-from attn_core.dropins.flash_attn.arguments import CACHE
-from attn_core.dropins.flash_attn.documents import places_in_documents
+from attn_core.dropins.flash_attn.arguments import CACHE, places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.rotary import check_tables

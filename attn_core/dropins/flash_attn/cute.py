@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array
-from attn_core.call.options import check_flag
-from attn_core.dropins.flash_attn.arguments import CUTE, check_hints, host_int, options_of, refuse, renamed
+from attn_core.call.options import Array, check_flag
+from attn_core.dropins.flash_attn.arguments import (
+    CUTE,
+    check_hints,
+    documents_of,
+    host_int,
+    options_of,
+    refuse,
+    renamed,
+)
 from attn_core.dropins.flash_attn.cache import Cached, attend
-from attn_core.dropins.flash_attn.documents import documents_of
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import SpecError
 

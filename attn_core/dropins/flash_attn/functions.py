@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array, Random
-from attn_core.call.options import check_flag, check_number
+from attn_core.call.options import Array, Random, check_flag, check_number
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
@@ -15,11 +14,13 @@ from attn_core.dropins.flash_attn.arguments import (
     VARLEN_PAGES,
     check_hints,
     check_packed,
+    documents_of,
     options_of,
+    places_in_documents,
     renamed,
+    with_slopes,
 )
 from attn_core.dropins.flash_attn.cache import Cached, attend
-from attn_core.dropins.flash_attn.documents import documents_of, places_in_documents, with_slopes
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DTypeError, SpecError
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array
 from attn_core.call.kinds import is_host_int
-from attn_core.call.options import check_flag
+from attn_core.call.options import Array, check_flag
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
     OPTIONS,
     SELF_PACKED,
     check_hints,
     check_packed,
+    documents_of,
     host_int,
     options_of,
     refuse,
@@ -20,7 +20,6 @@ from attn_core.dropins.flash_attn.arguments import (
     renamed,
 )
 from attn_core.dropins.flash_attn.cache import Cached, attend
-from attn_core.dropins.flash_attn.documents import documents_of
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import ShapeError, SpecError, shown
 

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.shared.programs.triton import Description, Direct, launch
+from attn_core.backends.shared.triton import Description, Direct, launch
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
@@ -136,13 +136,13 @@ def describe_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) 
 @cache
 def merge_kernel() -> Any:
     """Returns ``merge_in_order``."""
-    from attn_core.backends.shared.in_order.merge_kernel import merge_in_order
+    from attn_core.backends.shared.in_order.rows import merge_in_order
 
     return merge_in_order
 
 
 def launch_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Direct | None:
-    """Adds partial results into out and lse; see ``shared.programs.triton.launch`` for the result.
+    """Adds partial results into out and lse; see ``shared.triton.launch`` for the result.
 
     Args:
         operands: parts ``[shares, tokens, heads, dim]`` and their log-sum-exps ``[shares, heads, tokens]``, the sinks,

@@ -1,39 +1,107 @@
 """Attention in plain torch operations, forward and backward, block by block: the loops behind the math backend.
 
-Other backends use it for rows that their kernel computes wrongly, e.g. rows with NaN.
+Other backends use it for rows that their kernel computes wrongly, e.g. rows with NaN. Batch rows and heads are split
+into chunks, whose blocks are in ``blocks``.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.parts.call_chunks import CallChunk, chunks
-from attn_core.backends.shared.parts.row_blocks import blocks
-from attn_core.backends.shared.parts.split_documents import DocumentSlices
-from attn_core.backends.shared.plain.block_attention import backward_block, forward_block
-from attn_core.backends.shared.plain.block_operands import (
+from attn_core.backends.shared.plain.blocks import (
     LOG2E,
     WINDOW_BLOCK,
     BlockOperands,
     SavedTensors,
     ScoreMemory,
     Sums,
+    backward_block,
     empty_sums,
+    factor_of,
+    forward_block,
     has_narrow_window,
     operands_of,
+    products,
     rows_first,
+    scores_and_top,
+    softmax,
+    sum_over_keys,
+    without_unit,
 )
-from attn_core.backends.shared.plain.block_scores import factor_of, scores_and_top
-from attn_core.backends.shared.plain.block_weights import softmax, without_unit
-from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
+from attn_core.backends.shared.row_blocks import DocumentSlices, blocks
 from attn_core.call.functions import DAUX, aux_of, has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+
+class CallChunk(NamedTuple):
+    """Some batch rows, and some key/value heads with their query heads. Methods return views of the call's tensors.
+
+    spec: the chunk as a call of its own, but for its tables, whose shapes the block functions read from the operands.
+    whole: whether the chunk is the whole call.
+    """
+
+    spec: AttentionSpec
+    batch: slice
+    kv_heads: slice
+    heads: slice
+    whole: bool
+
+    def of_operands(self, operands: BlockOperands) -> BlockOperands:
+        """The operands of the chunk."""
+        k, v, mask, bias, slopes, sinks = (self._of_kv_heads(table) for table in operands[1:7])
+        q, ranges = operands.q[self.batch, :, self.heads], self._of_kv_heads(operands.key_ranges)
+        tables = {"mask": mask, "bias": bias, "slopes": slopes, "sinks": sinks, "key_ranges": ranges}
+        return operands._replace(q=q, k=k, v=v, **tables)
+
+    def of_saved(self, saved: SavedTensors) -> SavedTensors:
+        """The saved tensors of the chunk."""
+        out, dout = (tensor[self.batch, :, self.heads] for tensor in (saved.out, saved.dout))
+        lse, dlse = (None if rows is None else rows[self.batch, self.heads] for rows in (saved.lse, saved.dlse))
+        return SavedTensors(out, lse, dout, dlse)
+
+    def of_sums(self, sums: Sums) -> Sums:
+        """Views of the sums; to add to a view changes the sum."""
+        return Sums(sums.dq[self.batch, :, self.heads], *[self._of_kv_heads(table) for table in sums[1:]])
+
+    def _of_kv_heads(self, table: Any) -> Any:
+        """Cuts ``[batch or 1, kv_heads or 1, ...]``."""
+        if table is None:
+            return None
+        rows = table if table.shape[0] == 1 else table[self.batch]
+        return rows if rows.shape[1] == 1 else rows[:, self.kv_heads]
+
+
+@lru_cache(maxsize=1024)
+def chunks(spec: AttentionSpec, most: int) -> tuple[CallChunk, ...]:
+    """Returns the chunks of a call, of at most ``most`` key/value heads counted in all batch rows, but at least one.
+
+    A chunk has all heads of its batch rows, or some heads of one row: so its keys are contiguous.
+    """
+    number, group = spec.num_kv_heads, spec.group_size
+    counts = spec.dropout or has_functions(spec)  # both count the rows and heads of the whole call
+    if spec.batch * number <= most or counts:
+        return (CallChunk(spec, slice(0, spec.batch), slice(0, number), slice(0, spec.num_heads), True),)
+    rows, heads = max(most // number, 1), min(max(most, 1), number)
+    tables: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "alibi_shape": None, "bias_gradient": False}
+    tables |= {"bias_dtype": None, "key_ranges_shape": None}
+    result = []
+    for first in range(0, spec.batch, rows):
+        batch = slice(first, min(first + rows, spec.batch))
+        for start in range(0, number, heads):
+            stop = min(start + heads, number)
+            sizes: dict[str, Any] = {"batch": batch.stop - first, "num_kv_heads": stop - start}
+            sizes["num_heads"] = (stop - start) * group
+            part = replace(spec, **sizes, **tables)
+            result.append(CallChunk(part, batch, slice(start, stop), slice(start * group, stop * group), False))
+    return tuple(result)
+
 
 QUERY_BLOCK = 128
 """The most query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""

@@ -12,17 +12,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.parts.row_blocks import RowBlock, blocks
 from attn_core.backends.shared.plain.attention import QUERY_BLOCK, without_autocast
-from attn_core.backends.shared.plain.block_attention import (
+from attn_core.backends.shared.plain.blocks import (
+    BlockOperands,
     dropout_factors,
+    heads_first,
     in_rows,
+    keys_in,
+    operands_of,
+    products,
+    rows_first,
+    scores_and_top,
+    softmax,
+    sum_over_keys,
     zero_hidden,
 )
-from attn_core.backends.shared.plain.block_operands import BlockOperands, heads_first, operands_of, rows_first
-from attn_core.backends.shared.plain.block_scores import keys_in, scores_and_top
-from attn_core.backends.shared.plain.block_weights import softmax
-from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
+from attn_core.backends.shared.row_blocks import RowBlock, blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents, part_of
 

@@ -1,1 +1,0 @@
-"""sdpa_cudnn: cuDNN's attention, through torch."""

@@ -1,1 +1,0 @@
-"""What backends in JAX have in common."""

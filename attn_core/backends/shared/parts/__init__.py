@@ -1,1 +1,0 @@
-"""Calls that a backend computes in parts, or in another form: blocks of rows, chunks, documents."""

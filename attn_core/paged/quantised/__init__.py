@@ -1,1 +1,0 @@
-"""Quantised keys and values: stored numbers, their scales, and the checks of both."""

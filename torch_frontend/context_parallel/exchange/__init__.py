@@ -1,1 +1,0 @@
-"""What ranks send each other, by collectives."""
