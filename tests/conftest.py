@@ -26,6 +26,7 @@ import compiled_programs
 import left_behind
 import pytest
 import suite_outcome
+import triton_interpreter
 import xla_compiler
 from case_names import pytest_make_parametrize_id  # noqa: F401 (a hook)
 from hypothesis import HealthCheck, settings
@@ -111,6 +112,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(left_behind)
+    config.pluginmanager.register(triton_interpreter)
     if "cuda" in config.getoption("markexpr") and Path("/dev/nvidiactl").exists():
         os.environ |= jax_cache()
     path = config.getoption("--outcome")

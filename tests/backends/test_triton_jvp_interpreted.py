@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 import row_maximum_reference
-import triton_interpreter
 from forward_mode import NAMES, in_forward_mode, judge, tangents_of
 from interpreted_calls import (
     BANDS,
@@ -29,7 +27,6 @@ from interpreted_calls import (
     tensors,
 )
 from oracle_cases import rounded
-from other_process import OtherProcess
 from spec_strategies import MISREAD, Call, make_call, misread
 
 from attn_core.backends import triton_jvp
@@ -39,13 +36,7 @@ from attn_core.correctness import reference
 from attn_core.selection import row_maximum
 from torch_frontend import SeqInfo, attention
 
-pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("interpreter")]
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -16,12 +16,10 @@ pytest.importorskip("triton.runtime.interpreter")
 import direct_calls
 import interpreted_calls
 import same_bits_calls
-import triton_interpreter
 from both_frontends import _numpy
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from interpreted_calls import BANDS, FAULTY, LIES, SINKS, amid_nan, heads_outside, stepped, tensor, tensors
-from other_process import OtherProcess
 from same_bits_calls import Kind, differing, packed_of
 from spec_strategies import MISREAD, Call, make_call, misread
 from triton_interpreter import ALL, NONE, SMALL, make_small
@@ -34,13 +32,7 @@ from attn_core.backends.triton_ordered.launches import Tile
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
-pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("interpreter")]
 
 
 @pytest.fixture(autouse=True)

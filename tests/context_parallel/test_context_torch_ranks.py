@@ -14,7 +14,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 import context_torch_scenes as scenes
-from context_torch_worker import Case, Failed, World, in_ranks, once, values
+from context_torch_worker import Case, World, in_ranks, values
 from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spec_of, whole_rows
 
 from attn_core.call.masks import band
@@ -56,6 +56,18 @@ SUMMED = [
 SCENES = "context_torch_scenes"
 
 
+PACKED = (3, 0, 11, 1, 8)
+LAYERS = {
+    "layers kept": (None, False),
+    "layers recomputed": (None, True),
+    "layers kept, packed": (PACKED, False),
+    "layers recomputed, packed": (PACKED, True),
+    "layers dealt": (PACKED, False, "documents"),
+    "layers of a window": (None, False, "window:7"),
+}
+LOST = ("dies", "does not come")
+
+
 def diffusers_job(*degrees: tuple[int, int]) -> dict[str, Any]:
     """A job on diffusers, if it is installed."""
     return {} if find_spec("diffusers") is None else {"diffusers": (SCENES, "diffusers_calls", (degrees,))}
@@ -73,13 +85,7 @@ WORLDS = [
             "compiled layer": (SCENES, "compiled_layer", ()),
             "finetrainers": (SCENES, "finetrainers_rows", ()),
             **diffusers_job((2, 1), (1, 2)),
-            **{
-                f"layers {documents} {again}": (SCENES, "layers", (documents, again))
-                for documents in (None, (3, 0, 11, 1, 8))
-                for again in (False, True)
-            },
-            "layers dealt": (SCENES, "layers", ((3, 0, 11, 1, 8), False, "documents")),
-            "layers of a window": (SCENES, "layers", (None, False, "window:7")),
+            **{name: (SCENES, "layers", given) for name, given in LAYERS.items()},
             **{case.name: ("context_torch_worker", "run", (case,)) for case in ROUNDED},
         },
     ),
@@ -101,25 +107,19 @@ WORLDS = [
             **{case.name: ("context_torch_worker", "run", (case,)) for case in SUMMED},
         },
     ),
-    World("dies", 3, {"dies": (SCENES, "without_one", ("dies",))}, TIMEOUT),
-    World("does not come", 3, {"does not come": (SCENES, "without_one", ("does not come",))}, TIMEOUT),
+    *(World(how, 3, {how: (SCENES, "without_one", (how,))}, TIMEOUT) for how in LOST),
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of every rank: ``ranks(world, job)``."""
-    _, actual = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
+def results_of(*jobs: tuple[str, str]) -> Any:
+    """Runs a test for each (world, job) with ``found``, what every rank returned."""
+    return pytest.mark.parametrize("found", jobs, indirect=True, ids=map(" ".join, jobs))
 
-    def results_of(world: str, job: str) -> list[Any]:
-        given = [rank.get(job) for rank in actual[world]]
-        for rank, one in enumerate(given):
-            assert not isinstance(one, Failed), f"rank {rank}: {one.text}"
-            if world not in ("dies", "does not come"):
-                assert one is not None, f"rank {rank} did not come to {job}: {list(actual[world][rank].values())[-1]}"
-        return given
 
-    return results_of
+def results_of_cases(world: str, cases: list[Case]) -> Any:
+    """Runs a test for each case with ``found``."""
+    each = [(case, (world, case.name)) for case in cases]
+    return pytest.mark.parametrize(("case", "found"), each, indirect=["found"], ids=[case.name for case in cases])
 
 
 # The number of messages
@@ -155,9 +155,9 @@ def expected_messages(case: Case) -> dict[str, int]:
     return {kind: number for kind, number in actual.items() if number}
 
 
-@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
-def test_ranks_send_as_many_messages_as_the_plan_has(ranks: Any, case: Case) -> None:
-    assert ranks("four", case.name) == [expected_messages(case)] * 4
+@results_of_cases("four", COUNTED)
+def test_ranks_send_as_many_messages_as_the_plan_has(found: Any, case: Case) -> None:
+    assert found == [expected_messages(case)] * 4
 
 
 def test_a_window_drops_hops() -> None:
@@ -188,14 +188,14 @@ def assert_as_near_as_alone(case: Case, actual: list[Any]) -> None:
         assert now.max() <= 3 * before.max() + 1e-5, name
 
 
-@pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
-def test_bfloat16_is_as_precise_as_on_one_device(ranks: Any, case: Case) -> None:
-    assert_as_near_as_alone(case, ranks("two", case.name))
+@results_of_cases("two", ROUNDED)
+def test_bfloat16_is_as_precise_as_on_one_device(found: Any, case: Case) -> None:
+    assert_as_near_as_alone(case, found)
 
 
-@pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name)
-def test_sums_of_many_bfloat16_parts_are_as_precise(ranks: Any, case: Case) -> None:
-    assert_as_near_as_alone(case, ranks("four", case.name))
+@results_of_cases("four", SUMMED)
+def test_sums_of_many_bfloat16_parts_are_as_precise(found: Any, case: Case) -> None:
+    assert_as_near_as_alone(case, found)
 
 
 @pytest.mark.cuda
@@ -238,10 +238,10 @@ def dense(length: int = LENGTH) -> dict[str, np.ndarray]:
     return {name: each.detach().numpy() for name, each in zip(("out", "dq", "dk", "dv"), actual)}
 
 
-@pytest.mark.parametrize("way", ["ring", "all_gather", "ulysses"])
-def test_dtensors_in_give_dtensors_out(ranks: Any, way: str) -> None:
+@results_of(*(("four", f"dtensors {way}") for way in ("ring", "all_gather", "ulysses")))
+def test_dtensors_in_give_dtensors_out(found: Any) -> None:
     right = dense()
-    for actual in ranks("four", f"dtensors {way}"):
+    for actual in found:
         assert actual["alike"] and actual["same shape"]
         for name, array in right.items():
             np.testing.assert_allclose(actual[name], array, rtol=0, atol=1e-9, err_msg=name)
@@ -252,17 +252,18 @@ def test_dtensors_in_give_dtensors_out(ranks: Any, way: str) -> None:
         assert "k: expected a DTensor, as the others of q, k and v are" in refusals["mixed"]
 
 
-def test_dtensors_over_two_axes_without_names(ranks: Any) -> None:
-    for actual in ranks("four", "two axes"):
+@results_of(("four", "two axes"))
+def test_dtensors_over_two_axes_without_names(found: Any) -> None:
+    for actual in found:
         np.testing.assert_allclose(actual["out"], dense()["out"], rtol=0, atol=1e-9)
 
 
 # Shards
 
 
-@pytest.mark.parametrize("world", ["two", "three", "four"])
-def test_unsharding_restores_every_row(ranks: Any, world: str) -> None:
-    assert all(wrong == [] for wrong in ranks(world, "trips"))
+@results_of(*((world, "trips") for world in ("two", "three", "four")))
+def test_unsharding_restores_every_row(found: Any) -> None:
+    assert all(wrong == [] for wrong in found)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -280,9 +281,10 @@ def test_zigzag_equals_torchs_head_tail_balancing(world: int) -> None:
 # Ranks that call differently, and ranks that die
 
 
-@pytest.mark.parametrize(("world", "size", "shard"), [("three", 3, 8), ("four", 4, 6)])
-def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, size: int, shard: int) -> None:
-    for actual in ranks(world, "disagreeing"):
+@results_of(("three", "disagreeing"), ("four", "disagreeing"))
+def test_every_rank_raises_if_ranks_call_differently(found: Any) -> None:
+    size, shard = len(found), {3: 8, 4: 6}[len(found)]
+    for actual in found:
         for text in actual["same"].values():
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
         for rank in range(size):
@@ -298,9 +300,9 @@ def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, siz
         assert actual["fine"]
 
 
-@pytest.mark.parametrize("how", ["dies", "does not come"])
-def test_a_lost_rank_is_an_error(ranks: Any, how: str) -> None:
-    for text, seconds in ranks(how, how)[:2]:
+@results_of(*((how, how) for how in LOST))
+def test_a_lost_rank_is_an_error(found: Any) -> None:
+    for text, seconds in found[:2]:
         assert text and not text.startswith(("AttributeError", "TypeError", "NameError")), text
         assert seconds < TIMEOUT + 8, "within the timeout of the process group, and what a busy machine adds"
 
@@ -371,22 +373,25 @@ SAYS = {
 }
 
 
+@results_of(("two", "refusals"))
 @pytest.mark.parametrize("name", SAYS)
-def test_refusals_name_the_argument_on_every_rank(ranks: Any, name: str) -> None:
-    for actual in ranks("two", "refusals"):
+def test_refusals_name_the_argument_on_every_rank(found: Any, name: str) -> None:
+    for actual in found:
         assert actual.keys() == SAYS.keys()
         assert SAYS[name] in actual[name]
 
 
-def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
+@results_of(("two", "explained"))
+def test_explain_takes_the_arguments_of_the_call(found: Any) -> None:
     """The lengths may be a list or a tuple, and needs_backward= overrides requires_grad."""
-    for actual in ranks("two", "explained"):
+    for actual in found:
         assert actual["same parameters"] and actual["list of lengths"]
         assert actual["needs backward"] == [False, True, True, False]
 
 
-def test_explain_chooses_the_layout_of_whole_rows(ranks: Any) -> None:
-    for actual in ranks("two", "explained"):
+@results_of(("two", "explained"))
+def test_explain_chooses_the_layout_of_whole_rows(found: Any) -> None:
+    for actual in found:
         assert actual["layouts"] == ["contiguous", "documents", "zigzag"] and actual["same call"]
         unknown, short = actual["refused"]
         assert f"SpecError: layout=None: expected the layout that shard_sequence cut; {CHOOSES}" in unknown
@@ -396,23 +401,17 @@ def test_explain_chooses_the_layout_of_whole_rows(ranks: Any) -> None:
 # Layers
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("documents", [None, (3, 0, 11, 1, 8)], ids=["dense", "packed"])
-def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any, again: bool) -> None:
-    for errors in ranks("two", f"layers {documents} {again}"):
+@results_of(*(("two", name) for name in LAYERS))
+def test_layers_on_shards_equal_layers_on_whole_rows(found: Any) -> None:
+    """In other layouts than the default, one of the two layers has the window, the other none."""
+    for errors in found:
         assert "0.sink_logits" in errors and "1.q_proj.weight" in errors
         assert max(errors.values()) < 1e-9, errors
 
 
-@pytest.mark.parametrize("job", ["layers dealt", "layers of a window"])
-def test_layers_in_other_layouts_equal_layers_on_whole_rows(ranks: Any, job: str) -> None:
-    """One of the two layers has the window, the other none."""
-    for errors in ranks("two", job):
-        assert max(errors.values()) < 1e-9, errors
-
-
-def test_which_calls_a_block_covers(ranks: Any) -> None:
-    for actual in ranks("two", "scopes"):
+@results_of(("two", "scopes"))
+def test_which_calls_a_block_covers(found: Any) -> None:
+    for actual in found:
         assert (actual["inner"], actual["outer"], actual["after"], actual["thread"]) == (
             "zigzag",
             "striped",
@@ -424,36 +423,37 @@ def test_which_calls_a_block_covers(ranks: Any) -> None:
         assert actual["documents"].startswith("SpecError: seq_info: expected it once")
 
 
-def test_a_compiled_layer_inside_a_block_is_not_replaced_by_an_old_graph(ranks: Any) -> None:
+@results_of(("two", "compiled layer"))
+def test_a_compiled_layer_inside_a_block_is_not_replaced_by_an_old_graph(found: Any) -> None:
     """It runs in parts. A graph that must be whole is refused, and a graph from before the block is not used."""
-    for says, error in ranks("two", "compiled layer"):
+    for says, error in found:
         assert says.startswith("Unsupported") and error < 1e-9
 
 
 # Drop-ins
 
 
-def test_a_mesh_of_finetrainers_provider_shares_rows(ranks: Any) -> None:
-    for found in ranks("two", "finetrainers"):
-        assert found["allgather"] < 1e-9 and found["alltoall"] < 1e-9, found
-        assert found["compiled"][0] < 1e-9 < 0.01 < found["compiled"][1], found["compiled"]
+@results_of(("two", "finetrainers"))
+def test_a_mesh_of_finetrainers_provider_shares_rows(found: Any) -> None:
+    for results in found:
+        assert results["allgather"] < 1e-9 and results["alltoall"] < 1e-9, results
+        assert results["compiled"][0] < 1e-9 < 0.01 < results["compiled"][1], results["compiled"]
         for name, error in {
             "attn_mask": "SpecError: attn_mask: expected None with a mesh",
             "is_causal": "SpecError: is_causal=True: expected False with a mesh",
             "dropout": "SpecError: dropout=0.5: expected 0 in context parallelism",
             "alibi_slopes": "SpecError: alibi_slopes: expected None in context parallelism",
         }.items():
-            assert found[name].startswith(error), found[name]
+            assert results[name].startswith(error), results[name]
 
 
 @pytest.mark.skipif(find_spec("diffusers") is None, reason="no diffusers")
-@pytest.mark.parametrize("world", ["two", "four"])
-def test_diffusers_context_parallelism_runs_on_ours(ranks: Any, world: str) -> None:
-    for results in ranks(world, "diffusers"):
-        for (ring, _), found in results.items():
-            assert found["worst"] < 1e-9 and "GQA is not yet supported" in found["before"], found
-            if ring == 1:  # diffusers' own exchange, with the mask; and no merge of results
-                assert found["masked"] == found["rounded"] == ""
-                continue
-            assert found["masked"].startswith("SpecError: attn_mask: expected None with ring_degree > 1")
-            assert found["rounded"].startswith("SpecError: convert_to_fp32=False: expected True")
+@results_of(("two", "diffusers"), ("four", "diffusers"))
+def test_diffusers_context_parallelism_runs_on_ours(found: Any) -> None:
+    for (ring, _), each in (item for results in found for item in results.items()):
+        assert each["worst"] < 1e-9 and "GQA is not yet supported" in each["before"], each
+        if ring == 1:  # diffusers' own exchange, with the mask; and no merge of results
+            assert each["masked"] == each["rounded"] == ""
+            continue
+        assert each["masked"].startswith("SpecError: attn_mask: expected None with ring_degree > 1")
+        assert each["rounded"].startswith("SpecError: convert_to_fp32=False: expected True")

@@ -18,14 +18,14 @@ _DESCRIPTOR = "TESTS_ON_REQUEST"
 
 
 class OtherProcess:
-    """A process that runs tests of one file. The first test starts the process; a test that times out ends it.
+    """A process that runs tests of some files. The first test starts the process; a test that times out ends it.
 
     Args:
         root: the folder that node ids start at. pytest itself would guess it from where the process runs.
     """
 
-    def __init__(self, file: Path, root: Path, log: Path, environment: dict[str, str]) -> None:
-        self._file, self._root, self._log, self._environment = file, root, log, environment
+    def __init__(self, files: list[Path], root: Path, log: Path, environment: dict[str, str]) -> None:
+        self._files, self._root, self._log, self._environment = files, root, log, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -51,7 +51,7 @@ class OtherProcess:
         paths = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options, f"--rootdir={self._root}", str(self._file)],
+                [sys.executable, "-m", "pytest", *options, f"--rootdir={self._root}", *map(str, self._files)],
                 **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": [theirs.fileno()]},
                 env={"PYTHONPATH": paths, **self._environment, _DESCRIPTOR: str(theirs.fileno())},
             )

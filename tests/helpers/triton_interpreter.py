@@ -1,14 +1,14 @@
-"""Triton's interpreter, which runs kernels on the CPU, in a second process.
+"""Triton's interpreter, which runs kernels on the CPU, in a second process: a plugin of pytest, and its patches.
 
 Triton decides when a kernel is defined whether the kernel is compiled or interpreted. Therefore a second process runs
-each test of a module with the fixture ``interpreter``, unless this process already has TRITON_INTERPRET=1.
+each test with the fixture ``interpreter``, unless this process already has TRITON_INTERPRET=1. Its imports take
+seconds, so one process runs the tests of all files.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,25 @@ from attn_core.backends.shared.in_order.order import Order, Tiles
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def process(
-    file: str, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+@pytest.fixture(scope="session")
+def interpreter(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OtherProcess | None]:
-    """The process that runs the tests of a file; None if this process does."""
+    """The process that runs the tests; None if this process does."""
     if INTERPRETED:
         yield None
         return
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     log = tmp_path_factory.mktemp("interpreter") / "log"
-    second = OtherProcess(Path(file), pytestconfig.rootpath, log, environment)
+    files = {test.path for test in request.session.items if "interpreter" in getattr(test, "fixturenames", ())}
+    second = OtherProcess(sorted(files), request.config.rootpath, log, environment)
     yield second
     second.end()
 
 
-def send(pyfuncitem: pytest.Function) -> bool | None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Sends a test with the fixture ``interpreter`` to the process that the fixture starts."""
     second = pyfuncitem.funcargs.get("interpreter")
     if second is None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 import same_bits_calls
-import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from other_process import OtherProcess
 from paged_cases import judge, make_paged
 from same_bits_calls import Kind
 from triton_interpreter import ALL, NONE, SMALL, make_small
@@ -32,7 +29,7 @@ from attn_core.backends.shared.in_order.order import Tiles
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("interpreter")]
 
 OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (),
@@ -40,12 +37,6 @@ OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("softcap", 5.0), ("sinks", True)),
     (("alibi_slopes", True),),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
 
 
 @pytest.fixture

@@ -23,12 +23,13 @@ def test_cases(x): assert x == 1
 
 
 def test_outcomes_of_the_second_process_are_those_of_the_test(tmp_path: Path) -> None:
-    file = tmp_path / "test_there.py"
-    file.write_text(TESTS, encoding="utf-8")
-    process = OtherProcess(file, tmp_path, tmp_path / "log", {"ONLY_THERE": "yes"})
+    files = [tmp_path / "test_there.py", tmp_path / "test_also.py"]
+    for file in files:
+        file.write_text(TESTS, encoding="utf-8")
+    process = OtherProcess(files, tmp_path, tmp_path / "log", {"ONLY_THERE": "yes"})
     try:
         process.run("test_there.py::test_passes")
-        process.run("test_there.py::test_cases[1]")
+        process.run("test_also.py::test_cases[1]")
         for test, words in {
             "test_fails": r"(?s)assert 1 \+ 1 == 3.*in another process.*printed before",
             "test_skips": "not today",

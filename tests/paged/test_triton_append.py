@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
-import triton_interpreter
 from append_cases import Append, appends, make_append
 from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_process import OtherProcess
 from quantised_appends import Kind, assert_written, expected, pools_of, tensors_of
 from quantised_cases import KINDS
 
@@ -24,13 +21,7 @@ from torch_frontend.paged.append import Places, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.rotary import repeated_on_gpu as repeated_rotation
 from torch_frontend.paged.rotary import rotate_on_gpu
 
-pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("interpreter")]
 
 
 def tensor(array: np.ndarray | None, kind: str = "int32") -> Any:

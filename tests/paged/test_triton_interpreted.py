@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
-import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 from quantised_cases import KINDS, quantised_call, torch_arguments
 
@@ -32,13 +29,7 @@ from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import Places, _append_on_cpu, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.merge_states import _plain
 
-pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("interpreter")]
 
 
 def splits_of(patch: pytest.MonkeyPatch, count: int) -> None:
