@@ -29,21 +29,16 @@ def dispatched(word: str, **arguments: Any) -> Call:
     return call
 
 
-def of_unsloth(word: str) -> Call:
+def of_unsloth(word: str, **what: Any) -> Call:
     config = torch_frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
-    context = torch_frontend.unsloth.AttentionContext(BATCH, LENGTH, LENGTH, HEADS, DIM, sliding_window=17)
+    context = torch_frontend.unsloth.AttentionContext(BATCH, LENGTH, LENGTH, HEADS, DIM, **what)
     return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
 
 
-def packed(word: str) -> Call:
+def documents() -> Any:
     """Rows of documents whose offsets are on the GPU."""
     lengths = torch.tensor([40, 100, 52], dtype=torch.int32, device="cuda")
-    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    config = torch_frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
-    context = torch_frontend.unsloth.AttentionContext(
-        BATCH, LENGTH, LENGTH, HEADS, DIM, seq_info=(lengths, offsets, 100), attention_mask=None
-    )
-    return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
+    return lengths, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), 100
 
 
 def of_attention(backend: str | None) -> Call:
@@ -69,9 +64,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "attention_dispatch, flash": lambda: dispatched("flash", is_causal=True),
     "attention_dispatch, _native_flash": lambda: dispatched("_native_flash", is_causal=True),
     "attention_dispatch, flash_varlen": lambda: masked("flash_varlen"),
-    "run_attention, flash_dense": lambda: of_unsloth(unsloth.FLASH_DENSE),
-    "run_attention, sdpa": lambda: of_unsloth(unsloth.SDPA),
-    "run_attention, packed": lambda: packed(unsloth.FLASH_VARLEN),
+    "run_attention, flash_dense": lambda: of_unsloth(unsloth.FLASH_DENSE, sliding_window=17),
+    "run_attention, sdpa": lambda: of_unsloth(unsloth.SDPA, sliding_window=17),
+    "run_attention, packed": lambda: of_unsloth(unsloth.FLASH_VARLEN, seq_info=documents()),
 }
 
 
