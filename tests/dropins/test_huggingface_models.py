@@ -51,7 +51,7 @@ def test_a_model_with_its_own_attention_is_refused_at_construction(family: str, 
 
 
 PARTS = 7
-"""Parts of transformers' list of models, each of which imports its models' files: a minute for all."""
+"""Parts of transformers' list of models, each of which imports its models' files."""
 
 
 @pytest.mark.sampled
@@ -96,7 +96,6 @@ def files_with_both_kinds() -> list[str]:
     return [".".join(("transformers", *path.relative_to(root).with_suffix("").parts)) for path in both]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("path", files_with_both_kinds())
 def test_a_model_that_looks_its_attention_up_by_name_is_refused_at_construction(path: str) -> None:
     """SAM's vision encoder and GIT, for example, would raise a bare KeyError. Parts without them are built."""

@@ -209,10 +209,10 @@ def refuse_model_code(kind: type, requested: str) -> None:
     """
     from transformers import PreTrainedModel
 
-    known = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base)]
-    checked: Any = known[0] if known else PreTrainedModel
+    models: Any = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel)
+    known = [base for base in models if _has_source(base)]
     partly = any(base.__name__ in _PARTLY_MODEL_CODE or _looks_up_a_class(base) for base in known)
-    if partly or checked is PreTrainedModel or not checked._can_set_attn_implementation():
+    if partly or not known or not known[0]._can_set_attn_implementation():
         raise SpecError(
             f"attn_implementation={shown(requested)}: {kind.__name__} computes attention in its own code and does not "
             "call the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. "
