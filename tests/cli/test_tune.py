@@ -64,6 +64,7 @@ def test_tune_writes_a_table_that_new_processes_follow(folder: Path, monkeypatch
 
 def test_tune_without_time_for_enough_calls_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "grid", lambda device: CALLS[:1])
+    monkeypatch.setattr(command, "able", lambda *_: ("sdpa_flash", "math"))  # flex compiles for seconds
     done = attn("tune", "--device", "cpu", "--minutes", "2")
     assert done.exit_code == 1
     assert "are too few; try --minutes 10" in done.stderr
@@ -72,6 +73,7 @@ def test_tune_without_time_for_enough_calls_writes_nothing(monkeypatch: pytest.M
 
 def test_tune_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "grid", lambda device: 10_000 * CALLS[:1])
+    monkeypatch.setattr(command, "able", lambda *_: ("sdpa_flash", "math"))
     assert attn("tune", "--device", "cpu", "--minutes", "0.01").exit_code == 1
 
 

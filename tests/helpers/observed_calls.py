@@ -495,7 +495,7 @@ def _compiled(function: Callable[..., Results], floats: tuple[Tensor, ...]) -> R
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -544,7 +544,7 @@ OBSERVERS: dict[str, Observer] = {
     "a dispatch mode": _inside(_recorded),
     "a function mode": _inside(lambda notes: _FunctionMode()),
     "a default device": _inside(lambda notes: torch.device("meta")),
-    "a default dtype": _inside(lambda notes: _default_dtype(torch.float64)),
+    "a default dtype": _inside(lambda notes: default_dtype(torch.float64)),
     "sdpa_kernel(MATH)": _inside(lambda notes: sdpa_kernel(SDPBackend.MATH)),
     "sdpa_kernel(FLASH)": _inside(lambda notes: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
     "checks": _inside(lambda notes: checks(True)),

@@ -91,10 +91,10 @@ def check_types(mesh: Any, results: Any, like: Any) -> None:
         assert list(map(jax.typeof, results)) == list(map(jax.typeof, like))
 
 
-def assert_close(result: Any, expected: Any) -> None:
+def assert_close(result: Any, expected: Any, rtol: float = 2e-5, atol: float = 5e-6) -> None:
     """Raises AssertionError if results differ by more than the rounding of sums in another order."""
     for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), other, rtol=2e-5, atol=5e-6)
+        np.testing.assert_allclose(np.asarray(one), other, rtol=rtol, atol=atol)
 
 
 def spec_entries(array: Any) -> tuple[Any, ...]:

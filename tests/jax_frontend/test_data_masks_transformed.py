@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import COLLECTIVE
+from sharded_calls import COLLECTIVE, assert_close, normal
 
 from attn_core import SpecError
 from jax_frontend import attention, export_checks
@@ -44,10 +44,6 @@ class Case(NamedTuple):
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 3, shape, np.int32)
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 IDS, POSITIONS = numbers(5, BATCH, LENGTH), numbers(6, BATCH, LENGTH)
@@ -95,11 +91,6 @@ def tangents(call: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     return run
 
 
-def close(results: Any, expected: Any, rtol: float = 2e-5, atol: float = 5e-6) -> None:
-    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_split_batch_stays_split(name: str, backend: str) -> None:
@@ -117,7 +108,7 @@ def test_a_split_batch_stays_split(name: str, backend: str) -> None:
         assert all("all-reduce(" in line for line in found), found
         assert [line.split(" = ")[1].split()[0].partition("{")[0] for line in found] == expected
         results = program(split)
-        close(results, jax.jit(run)(arrays))
+        assert_close(results, jax.jit(run)(arrays))
         assert jax.tree.leaves(results)[0].sharding.spec[0] == "data"
 
 
@@ -143,13 +134,13 @@ def test_a_scan_over_layers_of_packed_rows_with_remat(backend: str, policy: str)
         return (x**2).sum()
 
     results, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(arrays["q"], scales) for f in (scanned, unrolled))
-    close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_close(results, expected, rtol=1e-4, atol=1e-5)
     if backend == "jax_xla":  # and the tangent of the whole loss
         (one,), (other,) = (
             jax.jvp(lambda x, f=f: (f(x, scales),), (arrays["q"],), (k[:, :, [0, 1, 0, 1]],))[1]
             for f in (scanned, unrolled)
         )
-        close(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 OPEN = {"q": "b,n,4,8", "k": "b,n,2,8", "v": "b,n,2,8", "q_segment_ids": "b,n", "q_positions": "b,n", "weights": "b,n"}
@@ -176,7 +167,7 @@ def test_an_exported_program_serves_every_batch_and_length(name: str) -> None:
     for each, array in arrays.items():
         axes = OPEN.get(each, "n").split(",")[: array.ndim]
         cut[each] = array[tuple(slice(0, sizes.get(axis)) for axis in axes)]
-    close(exported.call(cut), jax.jit(both)(cut), rtol=1e-4, atol=1e-5)
+    assert_close(exported.call(cut), jax.jit(both)(cut), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,7 +187,7 @@ def test_a_program_over_a_mesh_is_exported_and_stays_split(name: str, mesh: Any)
         program = jax.jit(exported.call).lower(split).compile()
         results = program(split)
     assert not re.search(r" (all-gather|all-to-all)(?:-start)?\(", program.as_text())
-    close(results, jax.jit(both)(arrays))
+    assert_close(results, jax.jit(both)(arrays))
     assert not jax.tree.leaves(results)[0].sharding.is_fully_replicated
 
 
@@ -215,7 +206,7 @@ def test_an_open_batch_over_a_mesh(auto_mesh: Any) -> None:
     exported = jax.export.export(jax.jit(run), platforms=("cpu", "tpu"))(*shapes)
     program = jax.jit(exported.call).lower(*(jax.device_put(x, place) for x in (q, k, v))).compile()
     assert not re.search(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
-    close(program(*(jax.device_put(x, place) for x in (q, k, v))), jax.jit(run)(q, k, v), rtol=1e-4, atol=1e-5)
+    assert_close(program(*(jax.device_put(x, place) for x in (q, k, v))), jax.jit(run)(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_a_named_kernel_over_a_mesh_is_refused_and_stays_in_a_shard_map(auto_mesh: Any) -> None:
@@ -227,4 +218,4 @@ def test_a_named_kernel_over_a_mesh_is_refused_and_stays_in_a_shard_map(auto_mes
     mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
     exported = jax.export.export(jax.jit(mapped), disabled_checks=export_checks())(*split)
     assert "attn_core.callback" in exported.mlir_module()
-    close(jax.jit(exported.call)(*split), call(q, k, v))
+    assert_close(jax.jit(exported.call)(*split), call(q, k, v))

@@ -1,4 +1,5 @@
-"""Attention in ``jax.jit`` over meshes of four devices: what stays split, and what is gathered or summed."""
+"""Attention in ``jax.jit``, ``jax.vmap`` and ``jax.shard_map`` over meshes of four devices: what stays split, and what
+is gathered or summed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import (
     BACKENDS,
@@ -24,6 +25,7 @@ from sharded_calls import (
     assert_close,
     call_of,
     check_on,
+    check_shard_map,
     check_split,
     check_types,
     normal,
@@ -33,6 +35,7 @@ from sharded_calls import (
     run_on,
     run_split,
     spec_entries,
+    with_gradients,
 )
 
 from attn_core import backends
@@ -422,3 +425,184 @@ def test_the_cache_of_flash_attn_on_a_mesh(mesh, spec):
     if "Explicit" in str(mesh.axis_types):
         entries = (*spec, *(None,) * (4 - len(spec)))
         assert spec_entries(out) == (entries[0], None, *entries[2:])
+
+
+# vmap: mapped axes, the batch and the heads stay split
+
+
+@cache
+def mapped_twice(backend):
+    return jax.vmap(jax.vmap(partial(attention, causal=True, backend=backend), (0, None, 0)), (0, 0, 0))
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+@pytest.mark.parametrize("spec", [P(None, "data", None, "model"), P("data", None, None, "model")], ids=str)
+def test_vmap_keeps_both_the_mapped_axis_and_the_batch_split(mesh, backend, spec):
+    call = mapped_twice(backend)
+    arrays = [normal(0, 2, 3, BATCH, Q_LEN, HEADS, DIM)]
+    arrays += [normal(1, 2, BATCH, Q_LEN, KV_HEADS, DIM), normal(2, 2, 3, BATCH, Q_LEN, KV_HEADS, DIM)]
+    inner = P(spec[0], None, *spec[1:])
+    _, collectives, _ = check_split(mesh, call, arrays, (inner, spec, inner))
+    assert not collectives
+
+
+@cache
+def mapped(backend, **options):
+    return jax.vmap(partial(attention, backend=backend, **options), (0, None, 0))
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_vmap_of_kv_heads_that_stay_whole(mesh, backend):
+    call = mapped(backend)
+    q, k, v = qkv(6, 3)
+    q, v = np.stack([q, 2 * q, -q]), np.stack([v, v + 1, 2 * v])
+    _, collectives, _ = check_split(mesh, call, (q, k, v), (P(None, "data", None, "model"), P("data"), P(None, "data")))
+    assert collectives.keys() == {"all-reduce"}
+
+
+TOKENS, DOCUMENTS = 12, ((3, 0, 5, 4), (12, 0, 0, 0), (1, 2, 3, 6), (6, 6, 0, 0))
+"""The lengths of the documents of BATCH rows."""
+
+
+@cache
+def packed_rows(backend, shared, over=None):
+    """Returns a call of rows. Each row has documents of its own, or all rows share theirs.
+
+    Args:
+        over: mesh axes of the offsets on a mesh with Explicit axes, where vmap needs all mapped arrays split alike.
+    """
+    offsets = np.stack([SeqInfo.from_lengths(lengths).cu_seqlens_q for lengths in DOCUMENTS])
+
+    def row(cu, *arrays):
+        return attention(*arrays, causal=True, seq_info=SeqInfo(cu, cu, TOKENS, TOKENS), backend=backend)
+
+    def call(*arrays):
+        cu = jnp.asarray(offsets[0] if shared else offsets)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and not shared:
+            cu = jax.sharding.reshard(cu, P(over))
+        return jax.vmap(row, (None if shared else 0, 0, 0, 0))(cu, *arrays)
+
+    return call
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own documents", "shared documents"])
+@pytest.mark.parametrize("spec", [P("data"), P(("data", "model")), P("data", None, "model")], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_rows_of_a_vmap_stay_split(mesh, backend, spec, shared):
+    """Each device runs its own rows, forward and backward."""
+    arrays = [normal(seed, BATCH, TOKENS, heads, DIM) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    (out, gradients), collectives, _ = check_split(mesh, packed_rows(backend, shared, spec[0]), arrays, (spec,) * 3)
+    assert not collectives, "each device has all that it needs"
+    for array in (out, *gradients):
+        assert spec_entries(array) == (*spec, *(None,) * (4 - len(spec)))
+
+
+def test_packed_rows_of_two_vmaps_stay_split(auto_mesh):
+    call = jax.vmap(packed_rows("math", True))
+    arrays = [normal(seed, 2, BATCH, TOKENS, heads, DIM) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    _, collectives, _ = check_split(auto_mesh, call, arrays, (P("model", "data"),) * 3)
+    assert not collectives
+
+
+@cache
+def with_sinks_and_bias(backend, mapped_too):
+    """Returns a mapped call with sinks and a bias, which are mapped, too, or shared by all elements."""
+
+    def call(q, k, v, bias, sinks):
+        return attention(q, k, v, bias=bias, sinks=sinks, causal=True, backend=backend)
+
+    own = 0 if mapped_too else None
+    return jax.vmap(call, (0, 0, 0, own, own))
+
+
+@pytest.mark.parametrize("mapped_too", [False, True], ids=["shared", "mapped"])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data", None, "model"), P("model", "data")], ids=str)
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_sinks_and_bias_of_a_vmap_stay_split(mesh, backend, spec, mapped_too):
+    arrays = [np.stack([array, 2 * array]) for array in qkv()]
+    lead = (2,) * mapped_too
+    arrays += [normal(5, *lead, BATCH, HEADS, Q_LEN, KV_LEN), normal(6, *lead, HEADS)]
+    mapped_by, batch, heads = (*spec, *(None,) * (4 - len(spec)))[0], *(*spec, None, None, None)[1:4:2]
+    own = (mapped_by,) * mapped_too
+    specs = (spec,) * 3 + (P(*own, batch, heads), P(*own, heads))
+    _, collectives, _ = check_split(mesh, with_sinks_and_bias(backend, mapped_too), arrays, specs)
+    assert collectives.keys() <= {"all-reduce"}
+
+
+# Inside jax.shard_map: results, gradients, and what varies between devices
+
+
+IN_SHARD_MAP = {"batch": P("data"), "heads": P(None, None, "model"), "both": P("data", None, "model")}
+
+
+@pytest.mark.parametrize("spec", IN_SHARD_MAP.values(), ids=IN_SHARD_MAP)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shard_map_checks_what_varies_and_gradients_pass(auto_mesh, backend, spec):
+    check_shard_map(auto_mesh, backend, spec)
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_what_is_equal_on_every_device_gets_a_summed_gradient_inside_shard_map(auto_mesh, backend):
+    """Queries split along the sequence read whole keys, sinks and bias."""
+
+    def call(q, k, v, sinks, bias):
+        return attention(q, k, v, sinks=sinks, bias=bias, backend=backend)
+
+    arrays = (*qkv(), normal(5, HEADS), normal(6, 1, 1, 1, KV_LEN))
+    expected = on_one_device(call, *arrays)
+    specs, row = (P(None, "data"), *(P(),) * 4), P(None, "data")
+    mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=row)
+    assert_close(jax.jit(with_gradients(mapped))(*arrays), expected)
+    inside = jax.shard_map(with_gradients(call), mesh=auto_mesh, in_specs=specs, out_specs=(row, specs))
+    assert_close(jax.jit(inside)(*arrays), expected)
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_a_result_that_varies_is_not_taken_for_one_that_does_not(auto_mesh, backend):
+    call = partial(attention, return_lse=True, backend=backend)
+    specs = (P("data"),) * 3
+    for out_specs in ((P(), P("data")), (P("data"), P())):
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=out_specs)(*qkv())
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(
+            jax.grad(lambda q, k, v: attention(q, k, v, backend=backend).sum()),
+            mesh=auto_mesh,
+            in_specs=specs,
+            out_specs=P(),
+        )(*qkv())
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_vmap_inside_shard_map(auto_mesh, backend):
+    call = jax.vmap(partial(attention, causal=True, backend=backend), (0, None, 0))
+    arrays = (normal(0, 3, *qkv()[0].shape), qkv()[1], normal(2, 3, *qkv()[2].shape))
+    spec = P(None, "data")
+    specs = (spec, P("data"), spec)
+    mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=spec)
+    assert_close(jax.jit(with_gradients(mapped))(*arrays), on_one_device(call, *arrays))
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_a_shard_map_over_some_axes(mesh, backend):
+    call = call_of(causal=True, backend=backend)
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
+    expected = on_one_device(call, *qkv())
+    check, collectives, _ = run_split(mesh, mapped, qkv(), (P("data"),) * 3)
+    assert_close(check, expected)
+    assert not collectives or backend == "jax_xla"
+    heads_too = (P("data", None, "model"),) * 3
+    if backend == "jax_xla":
+        assert_close(run_split(mesh, mapped, qkv(), heads_too)[0], expected)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="q: expected to be whole along every mesh axis that"):
+        run_split(mesh, mapped, qkv(), heads_too)
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_one_kv_head_in_a_shard_map_over_some_axes(mesh, backend, heads):
+    call = call_of(causal=True, backend=backend)
+    specs = (P("data"),) * 3
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("data"), axis_names={"data"})
+    assert_close(run_split(mesh, mapped, qkv(heads, 1), specs)[0], on_one_device(call, *qkv(heads, 1)))

@@ -15,7 +15,6 @@ import pytest
 from both_frontends import judge
 from frameworks import replaced
 from jax.sharding import PartitionSpec as P
-from own_process import in_its_own_process
 from spec_strategies import make_call
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
@@ -32,7 +31,6 @@ from jax_frontend import (
 )
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import partitioning, plan
-from jax_frontend.dispatch.export import export_checks
 
 pytestmark = pytest.mark.sampled
 
@@ -611,43 +609,3 @@ def test_batches_with_other_documents_share_one_trace(array, backend):
         plain = SeqInfo.from_lengths(lengths)
         close(run(q, k, v, info), jax.value_and_grad(partial(loss, causal=True, seq_info=plain), (0, 1, 2))(q, k, v))
     assert len(traces) == 1
-
-
-# Ahead of time.
-
-
-@pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
-def test_export_keeps_the_bits(arrays, backend):
-    step = jax.jit(jax.value_and_grad(partial(loss, causal=True, backend=backend), argnums=(0, 1, 2)))
-    with pytest.raises(ValueError, match=r"compatibility guarantees(.|\n)*attn_core\.callback"):
-        jax.export.export(step)(*arrays)
-    exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)
-    for actual, expected in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(step(*arrays)), strict=True):
-        assert np.array_equal(actual, expected)
-
-
-def test_an_exported_program_needs_its_calls_registered(arrays, tmp_path):
-    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
-    step = jax.jit(partial(attention, causal=True, backend="math"))
-    exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)
-    (tmp_path / "program").write_bytes(exported.serialize())
-    expected = np.asarray(step(*arrays))
-    np.savez(tmp_path / "arrays.npz", *arrays, expected)
-    again = jax.export.deserialize(bytearray((tmp_path / "program").read_bytes()))
-    assert np.array_equal(again.call(*arrays), expected)
-    script = f"""
-import jax, numpy as np
-from functools import partial
-from jax_frontend import attention
-*arrays, expected = np.load({str(tmp_path / "arrays.npz")!r}).values()
-program = jax.export.deserialize(bytearray(open({str(tmp_path / "program")!r}, "rb").read()))
-attention(*map(jax.numpy.asarray, arrays), softcap=2.0, backend="math")  # another call
-try:
-    program.call(*arrays).block_until_ready()
-except Exception as error:
-    print("no attention call" in str(error))
-jax.eval_shape(partial(attention, causal=True, backend="math"), *map(jax.numpy.asarray, arrays))
-print(np.array_equal(program.call(*arrays), expected))
-"""
-    actual = in_its_own_process(script)
-    assert actual.stdout.split() == ["True", "True"], actual.stderr

@@ -36,6 +36,9 @@ REFUSED: dict[str, tuple[dict[str, Any], bool, str]] = {
 }
 
 
+OF_A_MODEL = "test_a_model_that_transformers_splits_equals_the_whole_model"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tensor_parallel")
@@ -61,11 +64,13 @@ def tiny(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Any:
-    """The result of every rank for a job."""
+def ranks(request: pytest.FixtureRequest, folder: Path) -> Any:
+    """The result of every rank for a job. Ranks run the jobs of the tests that are selected."""
+    here = {test.name.rstrip("]").rpartition("[")[2] for test in request.session.items if test.path == request.path}
     jobs: dict[str, tuple[str, str, Any]] = {name: (SCENES, "layer", case) for name, case in LAYERS.items()}
     jobs |= {name: (SCENES, "refusal", case[:2]) for name, case in REFUSED.items()}
-    made, ids = tiny(folder / "model")
+    jobs = {name: job for name, job in jobs.items() if name in here}
+    made, ids = tiny(folder / "model") if OF_A_MODEL in here else (None, None)
     if made is not None:
         jobs["model"] = SCENES, "model", (str(folder / "model"), ids.tolist())
     actual = in_ranks([World("heads", 2, jobs)], folder, seconds=550)["heads"]
@@ -93,6 +98,7 @@ def test_heads_that_cannot_be_split_are_refused(ranks: Any, name: str) -> None:
         assert REFUSED[name][2] in message
 
 
+@pytest.mark.slow
 def test_a_model_that_transformers_splits_equals_the_whole_model(ranks: Any, folder: Path) -> None:
     """Logits and generated tokens, compared with transformers' own attention in one process."""
     transformers = pytest.importorskip("transformers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from observed_calls import default_dtype
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -365,27 +367,28 @@ def test_bad_calls_are_refused_on_tensors_without_numbers(place: str, x: Tensor)
         _paged(watched, TABLES | {"block_table": np.zeros((3, 2), np.int32)})
 
 
-@pytest.fixture(params=[torch.float64, torch.bfloat16])
-def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield
-    torch.set_default_dtype(before)
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+}
 
 
 @every_entry
-def test_the_default_dtype_changes_nothing(entry: str, default_dtype: None) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(TOKENS, HEADS * DIM, dtype=torch.float32)
-    call = ENTRIES[entry]
-    own = torch.get_default_dtype()
-    if entry == "PagedKVCache":
-        assert PagedKVCache(num_layers=1, num_pages=1, page_size=1, kv_heads=1, head_dim=8).k_pages[0].dtype == x.dtype
-    torch.manual_seed(1)
-    actual = call(x)
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(1)
-    expected = call(x)
-    torch.set_default_dtype(own)
-    assert actual.dtype == expected.dtype == torch.float32
-    assert torch.equal(actual, expected)
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_torchs_defaults_change_nothing(entry: str, default: str, x: Tensor) -> None:
+    """The default dtype and the default device, for results and gradients."""
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_(entry not in EARLY)
+        out = ENTRIES[entry](given)
+        return [out.detach(), *(torch.autograd.grad(out.sum(), given) if out.requires_grad else ())]
+
+    with DEFAULTS[default]():
+        if entry == "PagedKVCache":
+            made = PagedKVCache(num_layers=1, num_pages=1, page_size=1, kv_heads=1, head_dim=8)
+            assert made.k_pages[0].dtype == x.dtype
+        actual = results()
+    for one, other in zip(actual, results(), strict=True):
+        assert one.dtype == other.dtype == torch.float32 and torch.equal(one, other)
