@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import jax_tvm_ffi
 import torch
 import tvm_ffi
+from frameworks import TORCH
 
 import jax_frontend
 import torch_frontend
@@ -251,11 +252,11 @@ def arrays(packed: bool = False) -> tuple[jax.Array, ...]:
 
 def in_torch(*given: jax.Array, with_lse: bool = False) -> list[np.ndarray]:
     """out, dq, dk and dv of torch_frontend from the same bytes."""
-    q, k, v, dout = (torch.from_numpy(np.array(array)) for array in given)
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = torch_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
-    outs, douts = (out, (dout, dout[..., 0].mT.contiguous())) if with_lse else ((out,), (dout,))
-    return [outs[0].detach().numpy(), *(actual.numpy() for actual in torch.autograd.grad(outs, leaves, douts))]
+    call = partial(torch_frontend.attention, causal=True, backend="math", return_lse=with_lse)
+    *qkv, dout = map(np.asarray, given)
+    douts = (dout, np.swapaxes(dout[..., 0], 1, 2)) if with_lse else (dout,)
+    out, *rest = TORCH.gradients(call, dict(zip("qkv", qkv, strict=True)), *douts)
+    return [out, *rest[-3:]]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -401,12 +402,10 @@ def test_steps_of_context_parallelism_are_programs(strategy: str, layout: str, w
     assert "callback" not in text
     found = [np.asarray(unshard_sequence(array, **where, layout=layout)) for array in compiled(*given)]
     assert set(LAUNCHED) == {"forward", "gradients", "doubled", "rounded"}
-    tensors = [torch.from_numpy(np.array(array)) for array in (q, k, v)]
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    out = torch_frontend.attention(*leaves, causal=True, window=window, backend="math")
-    theirs = [out, *torch.autograd.grad(out, leaves, torch.from_numpy(np.array(dout)))]
+    whole = partial(torch_frontend.attention, causal=True, window=window, backend="math")
+    theirs = TORCH.gradients(whole, {"q": q, "k": k, "v": v}, dout)
     for one, other, factor in zip(found, theirs, (1, 1, 2, 1), strict=True):  # the stand-in doubles dk
-        np.testing.assert_allclose(one, other.detach().numpy() * factor, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(one, other * factor, rtol=2e-5, atol=2e-5)
     explained = explain_context_parallel(q, k, v, **where, **options, strategy=strategy, layout=layout)
     assert explained.lanes == (("math", ("compiled", ())),) and len(explained.call.plan.steps) == steps
     assert "backends: math, compiled lane" in str(explained) and "by callback" not in str(explained)

@@ -48,7 +48,7 @@ assert context.mask._torchdynamo_disable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["", COMPILED, COUNTED, DROP_INS], ids=["alone", "compiled", "counted", "drop-ins"])
+@pytest.mark.parametrize("use", [COMPILED, COUNTED, DROP_INS], ids=["compiled", "counted", "drop-ins"])
 def test_importing_torch_frontend_loads_neither_the_compiler_nor_the_counter(use: str) -> None:
     done = in_its_own_process(QUICK + use)
     assert done.returncode == 0, done.stderr
