@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 import xla_compiler
 from callers_view import callers_results
+from oracle_cases import fill
 
 from attn_core.backends import jax_xla
 from attn_core.backends.jax_xla import tiles, whole
@@ -76,34 +77,13 @@ CASES = {
 
 
 def make_inputs(spec: AttentionSpec, seed: int = 0) -> Inputs:
-    """Random numpy inputs of a spec: float64, rounded to its dtype."""
-    random = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> np.ndarray:
-        return np.array(jnp.asarray(random.standard_normal(shape), spec.dtype), np.float64)
-
-    rows = () if spec.packed else (spec.batch,)
-    made: dict[str, Any] = {
-        "q": normal(*rows, spec.q_len, spec.num_heads, spec.head_dim),
-        "k": normal(*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim),
-        "v": normal(*rows, spec.kv_len, spec.num_kv_heads, spec.value_dim),
-    }
-    if spec.mask_shape:
-        made["mask"] = random.random(spec.mask_shape) < 0.6
-        made["mask"][..., :1, :] &= spec.mask_shape[2] == 1  # the first row sees nothing
-    if spec.bias_shape:
-        made["bias"] = normal(*spec.bias_shape)
-        made["bias"].flat[::7] = -np.inf
-    if spec.alibi_shape:
-        made["alibi_slopes"] = abs(normal(*spec.alibi_shape))
-    if spec.sinks:
-        made["sinks"] = normal(spec.num_heads)
-    if spec.dropout:
-        made["rng"] = np.asarray([2**32 - 5, 11], np.uint32)
-    if spec.packed:
-        for side, lengths in zip("qk", LENGTHS, strict=True):
-            made[f"cu_seqlens_{side}"] = np.cumsum((0, *lengths)).astype(np.int32)
-    return Inputs(**made)
+    """Random numpy inputs of a spec. The first row of a mask sees nothing, and a seventh of a bias is -inf."""
+    inputs = fill(spec, seed, *LENGTHS).inputs
+    if inputs.mask is not None:
+        inputs.mask[..., :1, :] &= spec.mask_shape[2] == 1
+    if inputs.bias is not None:
+        inputs.bias.flat[::7] = -np.inf
+    return inputs._replace(rng=np.asarray([2**32 - 5, 11], np.uint32) if spec.dropout else None)
 
 
 def on_device(spec: AttentionSpec, inputs: Inputs) -> Inputs:

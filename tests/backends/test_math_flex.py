@@ -24,8 +24,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
 
 torch = pytest.importorskip("torch")
-from direct_calls import arrays, tensors
-from torch.utils._python_dispatch import TorchDispatchMode
+from direct_calls import LargestOutput, arrays, tensors
 
 pytestmark = pytest.mark.sampled
 
@@ -275,19 +274,6 @@ def test_strided_views_give_the_same_bits(backend):
             math.backward(spec, inputs, *saved, dout, None)[:5],
         )
     assert all(torch.equal(actual, expected) and actual.is_contiguous() for actual, expected in pairs)
-
-
-class LargestOutput(TorchDispatchMode):
-    """Records the most elements of any operation's output."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        sizes = [out.numel() for out in outputs if isinstance(out, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
 
 
 def test_math_memory_grows_with_one_block_of_queries():

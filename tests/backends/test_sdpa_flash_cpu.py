@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 pytest.importorskip("jax")
 import torch
 from both_frontends import judge, run
+from direct_calls import LargestOutput
 from hypothesis import given
 from hypothesis import strategies as st
 from spec_strategies import Call, make_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import math
@@ -101,21 +101,6 @@ def test_packed_documents_with_windows() -> None:
     call = make_call(4, lengths, **{**SIZES, "batch": 1}, causal=True, window=70, needs_backward=True)
     verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
     assert verdict.ok, str(verdict)
-
-
-class LargestOutput(TorchDispatchMode):
-    """Counts the elements of the largest output of any operation, and the pairs that the kernels visit in the
-    forward."""
-
-    elements = pairs = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        self.elements = max([self.elements, *(out.numel() for out in outputs if isinstance(out, torch.Tensor))])
-        if "flash_attention" in str(function) and "backward" not in str(function):
-            self.pairs += args[0].shape[2] * args[1].shape[2]
-        return result
 
 
 @pytest.mark.parametrize(

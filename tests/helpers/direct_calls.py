@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from callers_view import callers_results
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_core.backends.shared import rewrites
 from attn_core.call.tensors import Gradients
@@ -93,3 +94,47 @@ def assert_right(backend: Any, case: Any, inputs: Any = None, device: str = "cpu
         if gradient is not None:
             assert (gradient.shape, gradient.dtype) == (given[name].shape, given[name].dtype), name
     return results
+
+
+def assert_writes_into(backend: Any, case: Any, inputs: Any = None) -> None:
+    """A backend returns the buffers that its kernel can write, and leaves one at an address that is no multiple of 16.
+
+    The values in the buffers are those of a call without any.
+    """
+    spec = case.spec
+    inputs = tensors(case.inputs, spec.dtype) if inputs is None else inputs
+    dout, kind = torch.from_numpy(case.dout).to(inputs.q), inputs.q.dtype
+    buffer, lse_buffer = torch.full(spec.out_shape, torch.nan, dtype=kind), torch.full(spec.lse_shape, torch.nan)
+    out, lse = backend.forward(spec, inputs, (buffer, lse_buffer))
+    assert out is buffer
+    into = Gradients(*(torch.full_like(tensor, torch.nan) for tensor in inputs[:3]))
+    written = backend.backward(spec, inputs, out, lse, dout, None, into)
+    assert all(one is other for one, other in zip(written[:3], into[:3]))
+    free, free_lse = backend.forward(spec, inputs)
+    gradients = backend.backward(spec, inputs, free, free_lse, dout, None)
+    pairs = ((out, free), (lse, free_lse), *zip(written[:3], gradients[:3]))
+    assert all(torch.equal(one, other) for one, other in pairs)
+    unaligned = torch.empty(buffer.numel() + 1, dtype=kind)[1:].view(buffer.shape)
+    assert backend.forward(spec, inputs, (unaligned, None))[0] is not unaligned
+
+
+class LargestOutput(TorchDispatchMode):
+    """The size of the largest output of any operation.
+
+    Attributes:
+        elements: of a tensor.
+        memory: bytes of its storage.
+        pairs: of queries and keys that flash kernels visit in the forward.
+    """
+
+    elements = memory = pairs = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for output in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(output, torch.Tensor):
+                self.elements = max(self.elements, output.numel())
+                self.memory = max(self.memory, output.untyped_storage().nbytes())
+        if "flash_attention" in str(function) and "backward" not in str(function):
+            self.pairs += args[0].shape[2] * args[1].shape[2]
+        return result
