@@ -132,7 +132,31 @@ def make_small(patch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return patch
 
 
+def patch_calls() -> None:
+    """Patches ``triton.language`` once in a launch for the functions of a module that a kernel calls.
+
+    The interpreter would do it for every call, which takes a quarter of the time.
+    """
+    from triton.runtime import interpreter
+
+    launch, modules = interpreter.GridExecutor.__call__, set[int]()
+
+    def launched(self: Any, *arguments: Any, **named: Any) -> None:
+        modules.clear()  # what the launch before has patched is restored
+        launch(self, *arguments, **named)
+
+    def called(self: Any, *arguments: Any, **named: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if module not in modules:
+            modules.add(module)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **named)
+
+    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launched, called
+
+
 if INTERPRETED:
+    patch_calls()
     patch_numbers()
     patch_products()
     patch_rounding()
