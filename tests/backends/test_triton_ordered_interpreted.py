@@ -56,7 +56,7 @@ SIZES = {**interpreted_calls.SIZES, **ONE_ROW}
 DOCUMENTS = {**SIZES, "lengths": ((33, 0, 37, 5), (20, 8, 70, 0))}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {**fields, **ONE_ROW} for name, fields in (BANDS | SINKS).items()},
-    "causal": {**BANDS["causal"], **ONE_ROW, "batch": 2},
+    "causal": {**BANDS["causal"], **ONE_ROW, "batch": 2, "q_len": 20, "kv_len": 70},
     "softcap and slopes": {**SIZES, "softcap": 1.3, "alibi_shape": (2, 2), "causal": True, "batch": 2},
     "slopes of heads": {**SIZES, "alibi_shape": (6,), "num_heads": 6, "num_kv_heads": 2, "causal": True},
     "one query": {**SIZES, "q_len": 1, "causal": True, "num_heads": 6, "num_kv_heads": 2},
