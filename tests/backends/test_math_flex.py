@@ -28,6 +28,7 @@ from direct_calls import LargestOutput, arrays, tensors
 
 pytestmark = pytest.mark.sampled
 
+LONGEST = {"max_len_q": max(LENGTHS_Q), "max_len_k": max(LENGTHS_K)}
 OF_OTHER_SUITES = {"key_ranges_shape", "mask_mod", "score_mod"}
 CASES: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in FEATURES.items() if not OF_OTHER_SUITES & fields.keys()},
@@ -44,14 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
         **{**FEATURES["everything"], "dropout": 0.0, "window": (4, 2), "mask_shape": (1, 9, 5, 7)},
         "bias_shape": (2, 1, 5, 7),
     },
-    "packed, window": {**PACKED, "window": (2, 1)},
+    "right window, top_left": {"window": (None, 1), "alignment": "top_left"},
+    "packed, window": {**PACKED, **LONGEST, "window": (2, 1)},
     "packed, alibi by row": {
         **{**PACKED, "alibi_shape": (1, 9), "bias_shape": (1, 9, 12, 1), "bias_gradient": True},
         "mask_shape": (1, 1, 1, 14),
     },
     "packed, everything": {
         **{**PACKED, "causal": True, "window": (4, 0), "softcap": 2.0, "mask_shape": (1, 9, 12, 14), "dropout": 0.2},
-        **{"bias_shape": (1, 1, 12, 14), "bias_gradient": True, "alibi_shape": (9,), "sinks": True},
+        **{**LONGEST, "bias_shape": (1, 1, 12, 14), "bias_gradient": True, "alibi_shape": (9,), "sinks": True},
     },
 }
 FLEX_IN_EVERY_DTYPE = ("plain", "sinks with empty rows", "everything but dropout", "packed, window")
@@ -318,7 +320,7 @@ def test_math_gradcheck(small_blocks):
     "broken", [(1, 3, 3, 5, 11, 11, 12), (0, 5, 3, 5, 11, 11, 12), (0, 3, 3, 5, 11, 11, 13), (0, 0, 0, 0, 0, 0, 12)]
 )
 def test_wrong_offsets_on_the_host_are_refused(backend, broken):
-    spec, inputs = make("packed", max_len_q=6, max_len_k=5)
+    spec, inputs = make("packed", **LONGEST)
     with pytest.raises(SpecError, match=r"seq_info\.(cu_seqlens_q|max_len_q)"):
         backend.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
 
@@ -352,7 +354,7 @@ def test_flex_refuses_a_score_matrix_over_its_limit():
         "q_len 8192 and kv_len 8192 with batch 2 and 9 heads: FlexAttention on CPU writes out 1207959552 scores, "
         "more than MAX_SCORES (67108864)",
     )
-    packed = replace(make("packed")[0], q_len=2**20, kv_len=2**20, max_len_q=6, max_len_k=5)
+    packed = replace(make("packed")[0], q_len=2**20, kv_len=2**20, **LONGEST)
     assert flex.refuses(packed, "cpu", None) == ()  # the longest document counts
 
 
