@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -126,11 +127,8 @@ def test_programs_outlive_their_cached_callbacks(monkeypatch):
 def test_the_cache_of_callbacks_is_bounded_under_threads(monkeypatch):
     monkeypatch.setattr(targets, "_callbacks", {})
     tokens = [targets.token_of(CALL._replace(spec=replace(SPEC, softcap=2.0 + at))) for at in range(1500)]
-    threads = [threading.Thread(target=lambda: list(map(targets._callback, tokens))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: list(map(targets._callback, tokens)), range(4)))
     assert len(targets._callbacks) <= 1024
 
 
@@ -161,19 +159,12 @@ def test_threads_get_their_own_results():
     arrays = [jnp.asarray(np.random.default_rng(i).standard_normal((1, 5, 2, 16)), jnp.float32) for i in range(8)]
     call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
     expected = [np.asarray(call(a, a, a)) for a in arrays]
-    wrong = []
 
-    def work(index):
-        for _ in range(200):
-            if not np.array_equal(np.asarray(call(arrays[index], arrays[index], arrays[index])), expected[index]):
-                wrong.append(index)
+    def is_right(index):
+        return all(np.array_equal(np.asarray(call(*(arrays[index],) * 3)), expected[index]) for _ in range(200))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(is_right, range(8))) == [True] * 8
 
 
 def test_traced_offsets_are_checked_before_anything_is_read():
