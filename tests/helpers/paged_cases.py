@@ -418,6 +418,26 @@ def without_answers(call: PagedCall) -> PagedCall:
     return replace(call, inputs=call.inputs._replace(k=k, v=v))
 
 
+LIES: dict[str, dict[str, Any]] = {
+    "pages": {"block_table": [[99, 2**31 - 1, 10**6] * 3, [-1, -(2**31), -5] * 3]},
+    "lengths beyond the table": {"seq_lens": [10**6, 2**31 - 1]},
+    "negative lengths": {"seq_lens": [-1, -(2**31)]},
+    "offsets": {"cu_seqlens_q": [99, -5, 2**31 - 1]},
+    "offsets that go back": {"cu_seqlens_q": [0, 7, 3]},
+    "one long sequence": {"cu_seqlens_q": [0, 7, 7]},
+    "starts beyond the end": {"kv_starts": [10**6, 2**31 - 1]},
+    "negative starts": {"kv_starts": [-1, -(2**31)]},
+}
+"""Tables of two sequences that lead outside of the pool."""
+
+
+def lying(lie: str, **fields: Any) -> PagedCall:
+    """A call of two sequences with wrong tables, and finite numbers all over the pool."""
+    call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **fields)
+    tables = {name: np.array(table, np.int32) for name, table in LIES[lie].items()}
+    return replace(call, inputs=without_answers(call).inputs._replace(**tables))
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy at an address where JAX on a CPU may use numpy's memory directly: a multiple of 64 bytes."""
     room = np.zeros(array.nbytes + 64, np.uint8)

@@ -19,7 +19,8 @@ from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from paged_cases import judge, make_paged
+from interpreted_calls import amid_nan
+from paged_cases import LIES, judge, lying, make_paged
 from same_bits_calls import Kind
 from triton_interpreter import ALL, NONE, SMALL, make_small
 
@@ -115,30 +116,15 @@ def test_numbers_are_right(name: str, few: int, monkeypatch: pytest.MonkeyPatch)
     assert verdict.ok, f"{call}\n{verdict}"
 
 
-LIES: dict[str, dict[str, Any]] = {
-    "pages": {"block_table": [[99, 2**31 - 1, 10**6] * 3, [-1, -(2**31), -5] * 3]},
-    "lengths beyond the table": {"seq_lens": [10**6, 2**31 - 1]},
-    "negative lengths": {"seq_lens": [-1, -(2**31)]},
-    "offsets": {"cu_seqlens_q": [99, -5, 2**31 - 1]},
-    "one long sequence": {"cu_seqlens_q": [0, 7, 7]},
-    "starts beyond the end": {"kv_starts": [10**6, 2**31 - 1]},
-    "negative starts": {"kv_starts": [-1, -(2**31)]},
-}
-
-
 @pytest.mark.parametrize("few", [ALL, NONE])
 @pytest.mark.parametrize("lie", LIES)
 def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small: pytest.MonkeyPatch) -> None:
     """The pools lie between pages of NaN, and are finite."""
     small.setattr(order, "FEW_PROGRAMS", few)
-    call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **HALF)
-    spec, tables = replace(call.spec, invariant="prefix"), LIES[lie]
-    inputs = same_bits_calls.as_tensors(
-        spec, call.inputs._replace(**{n: np.array(t, np.int32) for n, t in tables.items()}), "cpu"
-    )
-    pools = [torch.cat([pool * torch.nan, pool.nan_to_num(), pool * torch.nan]) for pool in inputs[1:3]]
-    pages = spec.paged.num_pages if spec.paged else 0
-    k, v = (pool[pages : 2 * pages] for pool in pools)
+    call = lying(lie, **HALF)
+    spec = replace(call.spec, invariant="prefix")
+    inputs = same_bits_calls.as_tensors(spec, call.inputs, "cpu")
+    k, v = map(amid_nan, inputs[1:3])
     order.how.cache_clear()
     into = torch.full(spec.out_shape, 0.0, dtype=torch.float16), torch.full(spec.lse_shape, 0.0)
     out, lse = triton_splitkv.forward(spec, inputs._replace(k=k, v=v), into)
