@@ -106,7 +106,9 @@ def _run(
     both = config.ring_degree > 1 and config.ulysses_degree > 1
     mesh = config._mesh["ring", "ulysses"] if both else config._ring_mesh
     return context_parallel_attention(
-        *(query, key, value),
+        query,
+        key,
+        value,
         mesh=config._ulysses_mesh if config.ring_degree == 1 else mesh,
         # What diffusers' ring does: rotate_method="allgather".
         strategy="ulysses" if config.ring_degree == 1 else "all_gather",

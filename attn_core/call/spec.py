@@ -333,7 +333,14 @@ _values_of = attrgetter(*(field.name for field in fields(AttentionSpec)))
 """The values of all fields of a spec, as a tuple."""
 
 _WRITTEN_FIRST = (
-    *("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype"),
+    "batch",
+    "q_len",
+    "kv_len",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "value_dim",
+    "dtype",
     "scale",
 )
 

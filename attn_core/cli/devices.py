@@ -17,9 +17,26 @@ from attn_core.selection.target import jax_device_name
 FRAMEWORKS = ("torch", "jax")
 
 KNOWN_PACKAGES = (
-    *("numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "apache-tvm-ffi", "transformers"),
-    *("jax-cuda13-plugin", "jax-cuda12-plugin", "flash-attn", "flash-attn-4", "flash-attn-3", "tokenspeed-fa3"),
-    *("fa3-fwd", "dew-flash-attn-cu13", "dew-flash-attn-cu12", "xformers", "sageattention"),
+    "numpy",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "flax",
+    "jax-tvm-ffi",
+    "apache-tvm-ffi",
+    "transformers",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "flash-attn",
+    "flash-attn-4",
+    "flash-attn-3",
+    "tokenspeed-fa3",
+    "fa3-fwd",
+    "dew-flash-attn-cu13",
+    "dew-flash-attn-cu12",
+    "xformers",
+    "sageattention",
 )
 """The packages that this one can use, and whose versions a report names."""
 

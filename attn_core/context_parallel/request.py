@@ -246,8 +246,15 @@ def plan_request(request: Request, target: Target) -> ContextCall:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     spec = replace(spec, needs_backward=request.needs_backward)
     call = build_call(
-        *(spec, request.documents, request.strategy, request.layout or "", request.sizes),
-        *(request.head_groups, target, request.requested, request.bands),
+        spec,
+        request.documents,
+        request.strategy,
+        request.layout or "",
+        request.sizes,
+        request.head_groups,
+        target,
+        request.requested,
+        request.bands,
     )
     layouts = call.plan.q_layout, call.plan.k_layout, call.plan.k_layout
     for name, shard, layout in zip("qkv", request.shards, layouts, strict=False):

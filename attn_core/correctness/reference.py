@@ -161,7 +161,16 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     # Not exp(logits - lse): the log of the total is lost in a large lse.
     weights = np.where(seen, np.exp(logits - top[..., None]) / total[..., None], 0.0)
     return Softmax(
-        *(q, k, v, seen, capped, slope, *modded, added, lse, sink),
+        q,
+        k,
+        v,
+        seen,
+        capped,
+        slope,
+        *modded,
+        added,
+        lse,
+        sink,
         weights=weights,
         sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - top) / total),
         factors=_dropout_factors(spec, inputs.rng),

@@ -85,7 +85,10 @@ def steps_of(tree: Expression) -> tuple[Step, ...]:
         bounds, rows = intervals(tree), tree.rows
         steps = tuple(
             Step(
-                *(row.op, row.kind, row.value, row.operands),
+                row.op,
+                row.kind,
+                row.value,
+                row.operands,
                 tuple(rows[each].value if rows[each].op == "constant" else None for each in row.operands),  # type: ignore[misc]
                 tuple(bounds[each][0] < 0 for each in row.operands),
             )

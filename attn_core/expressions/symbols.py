@@ -172,8 +172,16 @@ _FILLED = {"zeros": 0, "ones": 1, "full": None, "tensor": None}
 _FILLS = {f"new_{name}" for name in _FILLED} | {f"{name}_like" for name in ("zeros", "ones", "full")}
 
 METHODS = {
-    *(*NAMES, *_SWAPPED, *_NEGATED, *_CASTS, *_TO_KIND, *_FILLS),
-    *("pow", "clamp", "clip", "masked_fill"),
+    *NAMES,
+    *_SWAPPED,
+    *_NEGATED,
+    *_CASTS,
+    *_TO_KIND,
+    *_FILLS,
+    "pow",
+    "clamp",
+    "clip",
+    "masked_fill",
 }
 """What a symbol has as methods, too, such as ``symbol.abs()``."""
 _KEYWORDS = {"to": ("dtype",), "astype": ("dtype",), "masked_fill": ("mask", "value")}

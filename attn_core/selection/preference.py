@@ -309,8 +309,20 @@ BECAUSE = "it runs a row's calls of every length, dense, packed, masked and in t
 """Why a backend was chosen for a call with ``invariant``."""
 
 SHARED = (
-    *("num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "causal", "alignment", "window", "softcap"),
-    *("scale", "bias_dtype", "sinks", "deterministic", "invariant"),
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "value_dim",
+    "dtype",
+    "causal",
+    "alignment",
+    "window",
+    "softcap",
+    "scale",
+    "bias_dtype",
+    "sinks",
+    "deterministic",
+    "invariant",
 )
 """The fields of a spec that all calls with a row have in common."""
 _shared_of = attrgetter(*SHARED)

@@ -25,8 +25,16 @@ FORMAT = 4
 """Of the tables. A table in another format is not read."""
 
 PACKAGES = (
-    *("attn-core", "torch", "triton", "jax", "jaxlib", "jax-tvm-ffi"),
-    *("flash-attn", "flash-attn-4", "flash-attn-3", "xformers"),
+    "attn-core",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "jax-tvm-ffi",
+    "flash-attn",
+    "flash-attn-4",
+    "flash-attn-3",
+    "xformers",
 )
 """A table was measured with the versions of these packages. A user's table is stale if one of them changed."""
 

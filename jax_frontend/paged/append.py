@@ -117,7 +117,8 @@ def without_int64(slots: Any, page_size: int) -> Any:
 def _append(*arguments: Any) -> Any:
     """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools and scales."""
     *arrays, interleaved = arguments
-    return partitioning.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:6]), *arrays)
+    k_pages, v_pages, _, _, k_scales, v_scales, *_ = arrays
+    return partitioning.run_like(partial(_written, interleaved), (k_pages, v_pages, k_scales, v_scales), *arrays)
 
 
 def _written(

@@ -134,7 +134,12 @@ def op_arguments(request: Request) -> tuple[Any, ...]:
     """Returns the arguments of the ops that follow the tensors."""
     outer, *inner = request.axes
     return (
-        *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
+        outer,
+        inner[0] if inner else "",
+        request.strategy,
+        request.layout,
+        *request.lengths,
+        request.head_groups,
         None if request.documents is None else list(request.documents),
         *OpOptions(request.options, request.needs_backward, False, join_names(request.requested)).arguments,
     )
@@ -151,7 +156,13 @@ def _request_of(arguments: tuple[Any, ...]) -> Request:
         (q_len, kv_len),
         None if offsets is None else tuple(offsets),
         how.options,
-        *(strategy, layout, head_groups, names, sizes, q.device, how.needs_backward),  # type: ignore[arg-type]
+        strategy,
+        layout,
+        head_groups,
+        names,
+        sizes,
+        q.device,
+        how.needs_backward,  # type: ignore[arg-type]
         requested=tuple(how.backend.split("\n")) if how.backend else override.requested(),
     )
 

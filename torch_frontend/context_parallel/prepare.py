@@ -103,9 +103,16 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
     regroups = inner.size > 1 or call.head_groups > 1
     dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"), call.spec.lse_dtype)
     return RankPlan(
-        *(call, outer, inner, tuple(steps)),
-        *(of_queries, of_queries if plan.q_layout is plan.k_layout else Places(k_places, device)),
-        *(k_size, coverage.complete, query_count, regroups),
+        call,
+        outer,
+        inner,
+        tuple(steps),
+        of_queries,
+        of_queries if plan.q_layout is plan.k_layout else Places(k_places, device),
+        k_size,
+        coverage.complete,
+        query_count,
+        regroups,
         keeps_gathered(call.spec, plan) or keeps_borders(call.spec, plan),
         plan.gathers,
         *(getattr(torch, dtype) for dtype in dtypes),

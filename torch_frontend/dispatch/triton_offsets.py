@@ -31,8 +31,19 @@ def _larger(one, other):
 # No argument is specialised, so the kernel is compiled once, and the sizes may change from call to call.
 @triton.jit(
     do_not_specialize=[
-        *("queries", "keys", "safe_q", "safe_k", "given", "extra_q", "extra_k"),
-        *("tokens_q", "tokens_k", "first_q", "first_k", "step_q", "step_k"),
+        "queries",
+        "keys",
+        "safe_q",
+        "safe_k",
+        "given",
+        "extra_q",
+        "extra_k",
+        "tokens_q",
+        "tokens_k",
+        "first_q",
+        "first_k",
+        "step_q",
+        "step_k",
     ]
 )
 def _complete(
@@ -106,7 +117,17 @@ def safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> 
     step_q, step_k = max(1, min(tail.max_len_q, tokens[0])), max(1, min(tail.max_len_k, tokens[1]))
     firsts = tokens[0] - (extra_q - 1) * step_q, tokens[1] - (extra_k - 1) * step_k
     arguments = (
-        *(queries, keys, safe_q, safe_k, queries.shape[0], extra_q, extra_k, *tokens, *firsts, step_q, step_k),
+        queries,
+        keys,
+        safe_q,
+        safe_k,
+        queries.shape[0],
+        extra_q,
+        extra_k,
+        *tokens,
+        *firsts,
+        step_q,
+        step_k,
     )
     if device < 0 or device == torch.cuda.current_device():
         _run(device, launch, arguments)

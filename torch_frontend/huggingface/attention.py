@@ -31,9 +31,18 @@ LAYER_BACKEND = "attn_core_backend"
 """The attribute of an attention module that names the backend of its layer."""
 
 _IGNORED = (
-    *("cache_position", "seq_idx"),  # the mask or the documents' offsets have the same information
-    *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
-    *("num_items_in_batch", "ignore_index", "shift_labels", "label_smoothing", "reduction"),  # of a model's loss
+    "cache_position",
+    "seq_idx",  # the mask or the documents' offsets have the same information
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "ignore_index",
+    "shift_labels",
+    "label_smoothing",
+    "reduction",  # of a model's loss
 )
 """Keywords that models pass to every layer and that do not affect attention."""
 

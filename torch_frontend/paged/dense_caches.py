@@ -141,7 +141,8 @@ def check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_
     arrays = plan.arrays_of(entries)
     batch = arrays.q.shape[:1]
     if by_index:
-        arrays = arrays._replace(**{n: f._replace(shape=batch + f.shape[1:]) for n, f in zip("kv", arrays[1:3])})
+        k, v = (each._replace(shape=batch + each.shape[1:]) for each in (arrays.k, arrays.v))
+        arrays = arrays._replace(k=k, v=v)
     build_spec(arrays, call)
 
 

@@ -287,7 +287,9 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     out, lse = (None, None) if into is None else map(writable, into)
     results = own_kernels.entry_points()[0](
-        *(readable(inputs.q), k, v),
+        readable(inputs.q),
+        k,
+        v,
         cu_seqlens_q=query_offsets(spec, inputs),
         seqused_k=lengths,
         page_table=table,

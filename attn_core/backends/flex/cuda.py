@@ -318,7 +318,8 @@ def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands)
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
     (q, k, v), layouts = zip(*map(arrange, padded))
-    given = (*operands[3:6], *(operands.ranges or ()), *operands.aux, *operands.learned)
+    tensors = (operands.mask, operands.bias, operands.slopes)
+    given = (*tensors, *(operands.ranges or ()), *operands.aux, *operands.learned)
     tables = [None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in given]
     run = program(flex, signature, layouts, tuple(tables))
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views

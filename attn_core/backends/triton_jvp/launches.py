@@ -35,8 +35,10 @@ HALF = {
     64: (Tiles(64, 64, 64, 4, 2, 80), Tiles(64, 32, 64, 4, 2, 48)),
     128: (Tiles(128, 64, 128, 8, 2, 192), Tiles(64, 32, 128, 4, 2, 96)),
     256: (
-        *(Tiles(128, 32, 128, 8, 2, 224), Tiles(64, 32, 128, 4, 2, 160)),
-        *(Tiles(64, 32, 128, 4, 1, 96), Tiles(32, 32, 128, 4, 1, 48)),
+        Tiles(128, 32, 128, 8, 2, 224),
+        Tiles(64, 32, 128, 4, 2, 160),
+        Tiles(64, 32, 128, 4, 1, 96),
+        Tiles(32, 32, 128, 4, 1, 48),
     ),
 }
 SINGLE = {
@@ -98,8 +100,13 @@ def attend(
     # Packed tensors have no batch axis.
     steps = [step for each in strides for step in ((0, *each[:2]) if spec.packed else each[:3])]
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, spec.kv_len, -(-longest // tile.queries), settings["left"], settings["right"]),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        spec.kv_len,
+        -(-longest // tile.queries),
+        settings["left"],
+        settings["right"],
         *steps,
     )
     flags = ("PACKED", "BOTTOM_RIGHT", "LEFT", "SOFTCAP", "SINKS")
@@ -161,8 +168,13 @@ def maximum(
         present = present[: axes[name]]
         steps.append((*(0,) * (axes[name] - len(present)), *present))
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, spec.kv_len, blocks, settings["left"], settings["right"]),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        spec.kv_len,
+        blocks,
+        settings["left"],
+        settings["right"],
         *(step for each in steps for step in each),
     )
     constants = {

@@ -43,8 +43,14 @@ def sequence_at(sequence, cu_seqlens_q, cu_seqlens_k, q_tokens, k_tokens, PACKED
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
 @triton.jit(
     do_not_specialize=[
-        *("q_tokens", "k_tokens", "left", "right", "slope_row"),
-        *("lse_row", "lse_share", "lse_head"),
+        "q_tokens",
+        "k_tokens",
+        "left",
+        "right",
+        "slope_row",
+        "lse_row",
+        "lse_share",
+        "lse_head",
     ]
 )
 def attend(
@@ -116,11 +122,26 @@ def attend(
     k += row * k_row + first_key * k_token + kv_head * k_head
     v += row * v_row + first_key * v_token + kv_head * v_head
     attend_rows(
-        *(tensors, (k, 0, k_token, v, 0, v_token), k, (kv_head, first_query, queries, begin, own, keys)),
+        tensors,
+        (k, 0, k_token, v, 0, v_token),
+        k,
+        (kv_head, first_query, queries, begin, own, keys),
         (scale, softcap, left, right, 0, 0),
         (q_token, q_head, out_share, out_token, out_head, lse_share, lse_head),
-        *(GROUP, 0, NEAR, HEAD_DIM, VALUE_DIM, SOFTCAP, SINKS, LEFT_OPEN, ALIBI),
-        *(PARTIAL, ONE_SHARE, SHARE, ROWS, KEYS),
+        GROUP,
+        0,
+        NEAR,
+        HEAD_DIM,
+        VALUE_DIM,
+        SOFTCAP,
+        SINKS,
+        LEFT_OPEN,
+        ALIBI,
+        PARTIAL,
+        ONE_SHARE,
+        SHARE,
+        ROWS,
+        KEYS,
     )
 
 
@@ -300,9 +321,13 @@ def of_keys(
                 queries_tile = read(queries_of + far * q_token, is_row[:, None], part == 1)
                 dout_tile = read(douts_of + far * dout_token, sees[:, None], part == 1)
                 key_sums, value_sums = add_queries(
-                    *((key_sums, value_sums), (keys_tile, values_tile, queries_tile, dout_tile)),
-                    *((row_shift, row_delta, query + own, key, slope), (scale, softcap, left, right)),
-                    *(SOFTCAP, ALIBI, part == 1),
+                    (key_sums, value_sums),
+                    (keys_tile, values_tile, queries_tile, dout_tile),
+                    (row_shift, row_delta, query + own, key, slope),
+                    (scale, softcap, left, right),
+                    SOFTCAP,
+                    ALIBI,
+                    part == 1,
                 )
     dk_at = dk + row * dk_row + kv_head * dk_head + token * dk_token + channel[None, :]
     dv_at = dv + row * dv_row + kv_head * dv_head + token * dv_token + value_channel[None, :]
@@ -398,9 +423,13 @@ def of_queries(
             keys_tile = read(keys_of + far * k_token, is_key, not masked)
             values_tile = read(values_of + far * v_token, is_key, not masked)
             sums = add_keys(
-                *(sums, (queries_tile, dout_tile, keys_tile, values_tile)),
-                *((row_shift, row_delta, query + own, key, slope), (scale, softcap, left, right, keys)),
-                *(SOFTCAP, ALIBI, not masked),
+                sums,
+                (queries_tile, dout_tile, keys_tile, values_tile),
+                (row_shift, row_delta, query + own, key, slope),
+                (scale, softcap, left, right, keys),
+                SOFTCAP,
+                ALIBI,
+                not masked,
             )
     dq_at = dq + row * dq_row + head * dq_head + token * dq_token + channel[None, :]
     tl.store(dq_at, (sums * scale).to(dq.dtype.element_ty), mask=is_row[:, None])

@@ -51,10 +51,16 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         lse_strides = (row, 0, head)
     strides = [by_row(each, packed) for each in (q, k, v)]
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, spec.kv_len, settings["left"], settings["right"]),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        spec.kv_len,
+        settings["left"],
+        settings["right"],
         *(step for each in strides for step in each),
-        *(*out_strides, *lse_strides, slope_row(spec)),
+        *out_strides,
+        *lse_strides,
+        slope_row(spec),
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size},
@@ -141,9 +147,14 @@ def _common(
     q, k, v, dout, lse, _, _, _, _, *results = operands
     steps = [step for each in (q, k, v, dout, lse, *results) for step in by_row(each, spec.packed)]
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, spec.kv_len, settings["left"], settings["right"]),
-        *(*steps, slope_row(spec)),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        spec.kv_len,
+        settings["left"],
+        settings["right"],
+        *steps,
+        slope_row(spec),
     )
     constants = {
         **{"GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},

@@ -210,10 +210,19 @@ def _describe_in_order(
     out_strides = out.stride() if way.shares else (0, *out.stride())
     lse_strides = lse.stride() if way.shares else (0, *lse.stride())
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
-        *(*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0)),
-        *(*out_strides[:3], *lse_strides[:2]),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        paged.num_pages,
+        paged.width,
+        settings["left"],
+        settings["right"],
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        table.stride(0),
+        *out_strides[:3],
+        *lse_strides[:2],
         spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
     )
     constants = {

@@ -311,10 +311,26 @@ def attend_in_order(
     numbers = scale, softcap, left, right, origin, num_pages
     keys = length - origin
     attend_rows(
-        *(tensors, pools, table, (kv_head, first, queries, begin, keys - queries, keys), numbers),
+        tensors,
+        pools,
+        table,
+        (kv_head, first, queries, begin, keys - queries, keys),
+        numbers,
         (q_token, q_head, out_share, out_token, out_head, lse_share, lse_head),
-        *(GROUP, PAGE, NEAR, HEAD_DIM, VALUE_DIM, SOFTCAP, SINKS, LEFT_OPEN, ALIBI),
-        *(PARTIAL, ONE_SHARE, SHARE, ROWS, KEYS),
+        GROUP,
+        PAGE,
+        NEAR,
+        HEAD_DIM,
+        VALUE_DIM,
+        SOFTCAP,
+        SINKS,
+        LEFT_OPEN,
+        ALIBI,
+        PARTIAL,
+        ONE_SHARE,
+        SHARE,
+        ROWS,
+        KEYS,
     )
 
 

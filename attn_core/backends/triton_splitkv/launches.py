@@ -196,8 +196,13 @@ def attend(
     blocks = -(-(spec.max_len_q or 1) * spec.group_size // tile.rows)
     grid = grid_of(spec, settings["ONE_QUERY"], count if count > 1 else 0, blocks)
     numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
+        settings["scale"],
+        settings["softcap"],
+        spec.q_len,
+        paged.num_pages,
+        paged.width,
+        settings["left"],
+        settings["right"],
         *q.stride()[:2],
         *k.stride()[:3],
         *v.stride()[:3],

@@ -73,8 +73,13 @@ class Operator(NamedTuple):
 _CAUSAL, _WINDOW = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask"
 _TWO_SIDED = "LocalAttentionFromBottomRightMask"
 _FLASH_MASKS = (
-    *(None, _CAUSAL, _WINDOW, _TWO_SIDED, "BlockDiagonalMask"),
-    *("BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask"),
+    None,
+    _CAUSAL,
+    _WINDOW,
+    _TWO_SIDED,
+    "BlockDiagonalMask",
+    "BlockDiagonalCausalFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
 )
 _CUTLASS_MASKS = (None, TENSOR, "LowerTriangularMask", _CAUSAL)
 _ROW_MASKS = {  # split-KV's masks in their place, for batch rows laid end to end

@@ -80,7 +80,16 @@ def merge(parts: Any, part_lse: Any) -> tuple[Any, Any]:
     if not lse.numel():
         return out, lse
     _merge[(triton.cdiv(rows, ROWS) * batch * heads,)](
-        *(parts, part_lse, out, lse, rows, heads, parts.stride(0), rows * heads * dim, heads * dim, dim),
+        parts,
+        part_lse,
+        out,
+        lse,
+        rows,
+        heads,
+        parts.stride(0),
+        rows * heads * dim,
+        heads * dim,
+        dim,
         batch * heads * rows,
         PARTS=count,
         DIM=dim,

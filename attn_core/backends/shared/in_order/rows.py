@@ -251,8 +251,22 @@ def attend_rows(
             tl.store(lse_at + number * lse_share, tl.full([ROWS], float("-inf"), tl.float32), mask=is_row)
             return
         part, part_lse = attend_to_share(
-            *(queries_tile, diagonal, slope, pools, table, start, border, stop, numbers),
-            *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+            queries_tile,
+            diagonal,
+            slope,
+            pools,
+            table,
+            start,
+            border,
+            stop,
+            numbers,
+            PAGE,
+            NEAR,
+            VALUE_DIM,
+            SOFTCAP,
+            ALIBI,
+            LEFT_OPEN,
+            KEYS,
         )
         tl.store((out_at + number * out_share)[:, None] + value_channel[None, :], part, mask=is_row[:, None])
         tl.store(lse_at + number * lse_share, part_lse, mask=is_row)
@@ -261,8 +275,22 @@ def attend_rows(
         summed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
         if ONE_SHARE:  # without a loop, in which both sums would need registers at the same time
             part, part_lse = attend_to_share(
-                *(queries_tile, diagonal, slope, pools, table, low, tl.maximum(by_all, low), high, numbers),
-                *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+                queries_tile,
+                diagonal,
+                slope,
+                pools,
+                table,
+                low,
+                tl.maximum(by_all, low),
+                high,
+                numbers,
+                PAGE,
+                NEAR,
+                VALUE_DIM,
+                SOFTCAP,
+                ALIBI,
+                LEFT_OPEN,
+                KEYS,
             )
             top, total, summed = add_share(top, total, summed, part, part_lse)
         else:
@@ -270,8 +298,22 @@ def attend_rows(
                 start, stop = tl.maximum(low, at), tl.minimum(high, at + SHARE)
                 border = tl.maximum(tl.minimum(by_all, at + SHARE), start)
                 part, part_lse = attend_to_share(
-                    *(queries_tile, diagonal, slope, pools, table, start, border, stop, numbers),
-                    *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+                    queries_tile,
+                    diagonal,
+                    slope,
+                    pools,
+                    table,
+                    start,
+                    border,
+                    stop,
+                    numbers,
+                    PAGE,
+                    NEAR,
+                    VALUE_DIM,
+                    SOFTCAP,
+                    ALIBI,
+                    LEFT_OPEN,
+                    KEYS,
                 )
                 top, total, summed = add_share(top, total, summed, part, part_lse)
         store_results(top, total, summed, sinks, head, is_row, out_at, lse_at, value_channel, SINKS)

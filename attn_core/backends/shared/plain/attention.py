@@ -55,10 +55,9 @@ class CallChunk(NamedTuple):
 
     def of_operands(self, operands: BlockOperands) -> BlockOperands:
         """The operands of the chunk."""
-        k, v, mask, bias, slopes, sinks = (self._of_kv_heads(table) for table in operands[1:7])
-        q, ranges = operands.q[self.batch, :, self.heads], self._of_kv_heads(operands.key_ranges)
-        tables = {"mask": mask, "bias": bias, "slopes": slopes, "sinks": sinks, "key_ranges": ranges}
-        return operands._replace(q=q, k=k, v=v, **tables)
+        of_kv_heads = ("k", "v", "mask", "bias", "slopes", "sinks", "key_ranges")
+        parts = {name: self._of_kv_heads(getattr(operands, name)) for name in of_kv_heads}
+        return operands._replace(q=operands.q[self.batch, :, self.heads], **parts)
 
     def of_saved(self, saved: SavedTensors) -> SavedTensors:
         """The saved tensors of the chunk."""

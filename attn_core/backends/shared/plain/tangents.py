@@ -58,10 +58,10 @@ def jvp(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Results:
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
         dlse = torch.zeros_like(lse)
         for block in blocks(spec, inputs, QUERY_BLOCK):
-            of_block = _block(spec, operands, moves, block)
-            for whole, part in zip((out, dout), of_block[::2], strict=True):
+            out_part, lse_part, dout_part, dlse_part = _block(spec, operands, moves, block)
+            for whole, part in ((out, out_part), (dout, dout_part)):
                 whole[:, block.rows] = rows_first(part)
-            for whole, part in zip((lse, dlse), of_block[1::2], strict=True):
+            for whole, part in ((lse, lse_part), (dlse, dlse_part)):
                 whole[:, :, block.rows] = part.flatten(1, 2)
     results = out, lse, dout, dlse
     return tuple(each[0] for each in results) if spec.packed else results  # type: ignore[return-value]
