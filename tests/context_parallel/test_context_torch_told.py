@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from context_late_scenes import TRIES, Late
-from context_torch_worker import Failed, World, in_ranks, once
+from context_torch_worker import Failed, World, in_ranks
 
 from attn_core import SpecError
 from torch_frontend.context_parallel.agreement import Answer, Exchange, Meeting
@@ -143,42 +143,36 @@ VALUES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of every rank: ``ranks(world, job)``."""
-    _, actual = once(WORLDS, "told", tmp_path_factory, seconds=550)
-
-    def results_of(world: str, job: str) -> list[Any]:
-        results = [rank.get(job) for rank in actual[world]]
-        for rank, one in enumerate(results):
-            assert one is not None and not isinstance(one, Failed), f"rank {rank}: {one}"
-        return results
-
-    return results_of
+def results_of(**jobs: tuple[str, str]) -> Any:
+    """Runs a test for each job with its ``name`` and ``found``, what every rank returned."""
+    return pytest.mark.parametrize(("name", "found"), jobs.items(), indirect=["found"], ids=jobs)
 
 
-@pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("world", TOLD)
-def test_every_rank_is_told_of_a_bad_argument_of_one(ranks: Any, world: str, name: str) -> None:
-    bad = TOLD[world][4]
-    for rank, results in enumerate(ranks(world, "told")):
-        text, seconds = results[name]
+of_every_world = results_of(**{world: (world, "told") for world in TOLD})
+
+
+@pytest.mark.parametrize("argument", VALUES)
+@of_every_world
+def test_every_rank_is_told_of_a_bad_argument_of_one(found: Any, name: str, argument: str) -> None:
+    bad = TOLD[name][4]
+    for rank, results in enumerate(found):
+        text, seconds = results[argument]
         assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank"), text
         lines = text.split("\n")[1:]
-        assert VALUES[name] in lines[bad] and lines[bad].startswith(f"  rank {bad}: "), (rank, text)
+        assert VALUES[argument] in lines[bad] and lines[bad].startswith(f"  rank {bad}: "), (rank, text)
         assert all("Error" not in line for at, line in enumerate(lines) if at != bad), text
         assert seconds < SOON
 
 
-@pytest.mark.parametrize("world", TOLD)
-def test_ranks_agree_again_after_errors(ranks: Any, world: str) -> None:
-    for results in ranks(world, "told"):
+@of_every_world
+def test_ranks_agree_again_after_errors(found: Any, name: str) -> None:
+    for results in found:
         assert float(results["afterwards"][0]) < 1e-9
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_with_other_documents_that_all_know_are_told_afterwards(ranks: Any, count: int) -> None:
-    for results in ranks(f"rows {count}", "known"):
+@pytest.mark.parametrize("found", [(f"rows {count}", "known") for count in (2, 3)], indirect=True, ids=" ".join)
+def test_ranks_with_other_documents_that_all_know_are_told_afterwards(found: Any) -> None:
+    for results in found:
         *before, (calls, _), (text, seconds), again, last = results
         assert [each for each, _ in before] == [""] * 7
         assert int(calls) < 60
@@ -192,9 +186,9 @@ def test_ranks_with_other_documents_that_all_know_are_told_afterwards(ranks: Any
         assert seconds < SOON
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_with_other_documents_are_told(ranks: Any, count: int) -> None:
-    for results in ranks(f"rows {count}", "documents"):
+@pytest.mark.parametrize("found", [(f"rows {count}", "documents") for count in (2, 3)], indirect=True, ids=" ".join)
+def test_ranks_with_other_documents_are_told(found: Any) -> None:
+    for results in found:
         assert results["before"][0] == results["afterwards"][0] == ""
         for name in ("known to the others", "new to all", "longer than the row", "longer than the shards, dealt"):
             text, seconds = results[name]
@@ -210,37 +204,36 @@ def test_ranks_with_other_documents_are_told(ranks: Any, count: int) -> None:
         )
         for name in ("longer than all shards", "longer than all shards, dealt"):
             text, seconds = results[name]
-            assert re.match(rf"ShapeError: q: expected shards of \d+ positions, 40 over {count} ranks in a ", text), (
-                text
-            )
+            assert re.match(
+                rf"ShapeError: q: expected shards of \d+ positions, 40 over {len(found)} ranks in a ", text
+            ), text
             assert seconds < SOON
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_rows_below_the_number_of_ranks_and_windows_above_the_row(ranks: Any, count: int) -> None:
+@pytest.mark.parametrize("found", [(f"rows {count}", "odd") for count in (2, 3)], indirect=True, ids=" ".join)
+def test_rows_below_the_number_of_ranks_and_windows_above_the_row(found: Any) -> None:
     """They are valid: every rank has at least one place, which may be empty, and the window sees the whole row."""
-    for results in ranks(f"rows {count}", "odd"):
+    for results in found:
         assert max(results.values()) < 1e-9, results
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_ranks_whose_calls_return_at_once_are_told(ranks: Any, name: str) -> None:
+@results_of(**{name: (f"late {texts.count(' ') + 1}", name) for name, (texts, _) in LATE.items()})
+def test_ranks_whose_calls_return_at_once_are_told(found: Any, name: str) -> None:
     """A refusal is an error on every rank in one call, or, if a rank had returned from it, in all later calls."""
     patterns, case = LATE[name]
-    size = patterns.count(" ") + 1
     refused = [f"  rank {rank}: {VALUES[argument]}" for rank, _, argument in case.refused]
     if case.patience < 1:  # a rank that does not wait for the others raises its own error
         refused = [VALUES[argument] for _, _, argument in case.refused]
-    for rank, (results, pattern) in enumerate(zip(ranks(f"late {size}", name), patterns.split(), strict=True)):
+    for rank, (results, pattern) in enumerate(zip(found, patterns.split(), strict=True)):
         for (kind, text), expected in zip(results, pattern, strict=True):
             assert kind[0] == expected or (kind, expected) == ("right", "n"), f"rank {rank}: {results}"
             assert not text or any(line in text for line in refused), text
 
 
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_ranks_that_forget_a_late_rank_are_found(ranks: Any, name: str) -> None:
+@results_of(**{name: (name, "late") for name in FORGOTTEN})
+def test_ranks_that_forget_a_late_rank_are_found(found: Any, name: str) -> None:
     """Their calls are shifted by one: numbers are wrong, and the last calls wait for calls that nobody makes."""
-    first, second = ({kind for kind, _ in results} for results in ranks(name, "late"))
+    first, second = ({kind for kind, _ in results} for results in found)
     assert "wrong" in first and "hangs" in second
 
 
