@@ -17,7 +17,7 @@ import pytest
 
 from attn_core import AttentionSpec
 from attn_core.backends import flash4
-from attn_core.backends.flash4 import own_kernels, program, recording, replay
+from attn_core.backends.flash4 import own_kernels, recorded_program, recording, replay
 from attn_core.backends.flash4.recording import Launch, Operand, Recorder, Uncompiled
 from attn_core.backends.shared import first_calls
 from attn_core.backends.shared.kernel_programs import Unrecordable
@@ -405,7 +405,7 @@ def test_a_call_without_memory_has_the_launches_of_a_call_with_it(spec: Attentio
     """So XLA's programs, and torch's replays, are the kernels that flash-attn-4 launches."""
     recordings = []
     for with_memory in (True, False):
-        with nullcontext() if with_memory else program.without_memory():
+        with nullcontext() if with_memory else recorded_program.without_memory():
             inputs = first_calls.zeros(spec, "cpu")
             out, lse, dout = torch.zeros(spec.out_shape), torch.zeros(spec.lse_shape), torch.zeros(spec.out_shape)
             offsets = inputs.cu_seqlens_q, None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.clone()
@@ -432,8 +432,8 @@ def test_tensors_without_memory_are_on_one_device_if_there_are_two(monkeypatch: 
     devices = set()
     for current, direction in enumerate(("forward", "backward")):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        with program.without_memory():
-            tensors = program._tensors(replace(SPEC, needs_backward=True), direction, with_dlse=False)
+        with recorded_program.without_memory():
+            tensors = recorded_program._tensors(replace(SPEC, needs_backward=True), direction, with_dlse=False)
         devices |= {str(tensor.device) for tensor in tensors.values()}
     assert devices == {"cuda:0"}
 
@@ -442,7 +442,7 @@ def test_a_program_rebuilds_arguments_in_tuples() -> None:
     arguments = (Operand(0), (Operand(1), None), AuxData([Operand(2)], None), 3)
     described = ("q", Table("count", None), AuxData(["ends"], None), "number")
     launch = Launch(Uncompiled(None, described, None), "key", arguments)
-    assert [about for _, about in program.leaves(launch)] == ["q", "count", None, "ends", None, "number"]
+    assert [about for _, about in recorded_program.leaves(launch)] == ["q", "count", None, "ends", None, "number"]
     leaves = iter(["a", "b", None, "c", None, 3])
     rebuilt = [recording.with_leaves(lambda *_: next(leaves), *pair) for pair in zip(arguments, described)]
     assert rebuilt == ["a", Table("b", None), AuxData(["c"], None), 3]

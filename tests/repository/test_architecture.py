@@ -188,6 +188,20 @@ def test_imports_between_files_run_one_way() -> None:
     graphlib.TopologicalSorter(reached).prepare()  # raises CycleError, which names the files
 
 
+@pytest.mark.parametrize("init", [p for p in SOURCES if p.name == "__init__.py"], ids=name_of)
+def test_a_package_defines_no_name_of_its_modules(init: Path) -> None:
+    """``from package import name`` would give the function of that name instead of the module."""
+    modules_inside = {path.stem for path in init.parent.glob("*.py")} | {
+        path.parent.name for path in init.parent.glob("*/__init__.py")
+    }
+    defined = {
+        node.name
+        for node in ast.parse(init.read_text(encoding="utf-8")).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    assert not defined & modules_inside
+
+
 @pytest.mark.parametrize(("package", "most"), [("attn_core", 14), ("torch_frontend", 20), ("jax_frontend", 24)])
 def test_the_root_of_a_package_stays_small(package: str, most: int) -> None:
     entries = [

@@ -248,7 +248,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
     """
     import torch
 
-    from attn_core.backends.flash4 import program as flash4_program
+    from attn_core.backends.flash4 import recorded_program
 
     own = _kernel(spec, direction == "backward").runs(spec)
 
@@ -265,7 +265,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
                 out, lse, dout, dlse = operands.out, operands.lse, operands.dout, operands.dlse
                 sink_gradient(inputs.sinks, out, lse, dout, dlse, dsinks, recorder)
 
-    return flash4_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
+    return recorded_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
