@@ -13,18 +13,8 @@ from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.hints import hide_unknown, refuse_unknown
-from attn_core.call.options import (
-    AttentionKeywords,
-    Layout,
-    No,
-    Options,
-    Window,
-    Yes,
-    check_flag,
-    check_layout,
-    check_options,
-    requested_names,
-)
+from attn_core.call.keywords import AttentionKeywords, No, Yes
+from attn_core.call.options import Layout, Options, Window, check_flag, check_layout, check_options, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs

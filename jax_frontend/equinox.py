@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import Door, EquinoxKeywords, names_at
+from attn_core.call.keywords import EquinoxKeywords
+from attn_core.call.options import Door, names_at
 from attn_core.call.segments import Segments
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra

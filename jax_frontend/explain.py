@@ -10,7 +10,8 @@ import numpy as np
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import Door, ExplainKeywords, Options, check_flag, check_layout, names_at, requested_names
+from attn_core.call.keywords import ExplainKeywords
+from attn_core.call.options import Door, Options, check_flag, check_layout, names_at, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs

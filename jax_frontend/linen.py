@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.layers import head_sizes
-from attn_core.call.options import Door, LayerKeywords, check_flag, names_at
+from attn_core.call.options import Door, check_flag, names_at
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.attention import attention

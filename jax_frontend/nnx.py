@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer, zeros
 
 from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.kinds import check_size, is_host_int
 from attn_core.call.layers import check_features, check_layer_options, head_sizes
-from attn_core.call.options import Door, LayerKeywords, check_flag, check_number, names_at
+from attn_core.call.options import Door, check_flag, check_number, names_at
 from attn_core.errors import ShapeError, SpecError, needs_extra, shown
 from attn_core.paged.step import Pages
 from jax_frontend.attention import attention

@@ -9,7 +9,8 @@ import jax
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import Door, Options, QkvPackedKeywords, names_at, requested_names
+from attn_core.call.keywords import QkvPackedKeywords
+from attn_core.call.options import Door, Options, names_at, requested_names
 from attn_core.call.segments import Segments, is_traced
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs

@@ -10,7 +10,8 @@ import torch
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_unknown
-from attn_core.call.options import AttentionKeywords, Layout, No, Window, Yes, check_layout, is_plain_window
+from attn_core.call.keywords import AttentionKeywords, No, Yes
+from attn_core.call.options import Layout, Window, check_layout, is_plain_window
 from attn_core.call.segments import Segments, Visible
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.dispatch import eager_calls, functions, general_calls, layouts

@@ -9,7 +9,8 @@ import torch
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import Door, ExplainKeywords, check_layout, names_at
+from attn_core.call.keywords import ExplainKeywords
+from attn_core.call.options import Door, check_layout, names_at
 from attn_core.call.segments import Segments, Visible
 from attn_core.selection import NoBackendError, Selection
 from torch_frontend.attention import attention

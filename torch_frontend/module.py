@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.kinds import check_kind
 from attn_core.call.layers import (
     IN_PAGES,
@@ -25,7 +26,7 @@ from attn_core.call.layers import (
     refuse_over_ranks,
     rotary_positions,
 )
-from attn_core.call.options import Door, LayerKeywords, names_at
+from attn_core.call.options import Door, names_at
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DeviceError, SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer

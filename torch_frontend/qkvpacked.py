@@ -10,7 +10,8 @@ import torch
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import PLAIN, Door, QkvPackedKeywords, is_plain_window, names_at, requested_names
+from attn_core.call.keywords import QkvPackedKeywords
+from attn_core.call.options import PLAIN, Door, is_plain_window, names_at, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override

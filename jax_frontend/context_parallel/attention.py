@@ -12,17 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import (
-    ContextParallelKeywords,
-    No,
-    Options,
-    SpreadKeywords,
-    Window,
-    Yes,
-    check_flag,
-    requested_names,
-)
+from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request

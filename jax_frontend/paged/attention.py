@@ -12,14 +12,8 @@ import numpy as np
 from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.options import (
-    ExplainPagedKeywords,
-    Options,
-    PagedKeywords,
-    check_options,
-    check_paged_options,
-    requested_names,
-)
+from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
+from attn_core.call.options import Options, check_options, check_paged_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError

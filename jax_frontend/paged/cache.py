@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import CachedKeywords
+from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DeviceError, DTypeError, SpecError, shown
 from attn_core.paged import layouts, sizing
 from attn_core.paged.allocator import Copies

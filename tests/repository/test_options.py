@@ -12,7 +12,7 @@ import jax
 import pytest
 import torch
 
-from attn_core.call import options
+from attn_core.call import keywords
 from attn_core.call.options import OPTIONS, PAGED, PLAIN, Door, Layout, Option, Options, Window, names_at
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.tracing import TracedFunction
@@ -23,7 +23,7 @@ TYPES |= {"TracedFunction": TracedFunction}
 ARRAYS = {
     "torch_frontend": {"Array": torch.Tensor, "Random": torch.Generator, "Tensor": torch.Tensor, "torch": torch},
     "jax_frontend": {"Array": jax.Array, "Random": jax.Array},
-    "keywords": {"Array": options.Array, "Random": options.Random},
+    "keywords": {"Array": keywords.Array, "Random": keywords.Random},
 }
 BY_NAME = {option.name: option for option in OPTIONS}
 # Arguments that are no options of a call: the tables of a step on pages, and how rows are spread.
@@ -82,7 +82,7 @@ def test_functions_have_the_options_of_the_record(frontend: str, function: str) 
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_the_keywords_have_the_options_of_the_record(name: str) -> None:
     door, spelled = KEYWORDS[name]
-    hints = get_type_hints(getattr(options, name))
+    hints = get_type_hints(getattr(keywords, name))
     hints = {option: hint for option, hint in hints.items() if option in BY_NAME}
     assert set(hints) == set(names_at(door)) - spelled
     for option, hint in hints.items():

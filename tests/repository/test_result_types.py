@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from attn_core.call.options import (
+from attn_core.call.keywords import (
     AttentionKeywords,
     CachedKeywords,
     ContextParallelKeywords,

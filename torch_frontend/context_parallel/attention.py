@@ -11,19 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attn_core.call.arguments import check_one_place
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import (
-    ContextParallelKeywords,
-    No,
-    Options,
-    SpreadKeywords,
-    Window,
-    Yes,
-    check_flag,
-    check_options,
-    check_traced_options,
-    requested_names,
-)
+from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request

@@ -11,7 +11,8 @@ from typing import Any, Literal, Never, Unpack, overload
 import torch
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.options import PAGED, ExplainPagedKeywords, PagedKeywords, is_plain_window, requested_names
+from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
+from attn_core.call.options import PAGED, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions, join_names

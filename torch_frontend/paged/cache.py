@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attn_core.call.hints import SharedOptions
-from attn_core.call.options import CachedKeywords
+from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DeviceError
 from attn_core.paged import layouts, sizing
 from attn_core.paged.allocator import Copies

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.options import Array, check_flag
+from attn_core.call.keywords import Array
+from attn_core.call.options import check_flag
 from attn_core.dropins.flash_attn.arguments import (
     CUTE,
     check_hints,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.options import Array, Random, check_flag, check_number
+from attn_core.call.keywords import Array, Random
+from attn_core.call.options import check_flag, check_number
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
