@@ -49,7 +49,7 @@ def _attention(
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = (query, key, value)
-    # Tensor subclasses go to torch's own function, which offers them to modes itself.
+    # attention_dispatch hands tensor subclasses to torch's own function, which offers them to modes itself.
     if has_torch_function_variadic(*operands) and all(type(tensor) in PLAIN for tensor in operands):
         return handle_torch_function(_attention, operands, *operands, attn_mask, dropout_p, is_causal, **options)
     return attention_dispatch(*operands, attn_mask, dropout_p, is_causal, **options)

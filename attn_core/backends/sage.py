@@ -155,7 +155,7 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     if how["rows"] not in (None, spec.q_len):
         missing = (0, 0, 0, 0, 0, how["rows"] - spec.q_len)
         operands = tuple(torch.nn.functional.pad(tensor, missing) for tensor in operands)
-    if how["repeat"] > 1:  # see _lower: 2.x would correct the log-sum-exp of grouped heads wrongly
+    if how["repeat"] > 1:  # see lower: 2.x would correct the log-sum-exp of grouped heads wrongly
         keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
         operands = (operands[0], *keys_and_values)
     result = _function(how["function"])(*operands, **how["arguments"])

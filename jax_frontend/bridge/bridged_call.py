@@ -80,7 +80,7 @@ class BridgedStep(NamedTuple):
 
 
 def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
-    """Returns the calls of a spec that has no mask, bias, slopes, sinks or dropout; no compiled lane supports these."""
+    """Returns the calls of a tile's spec, which has no mask, bias, slopes, sinks or dropout."""
     operands = ("q", "k", "v", *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
     calls = [BridgedCall("forward", name, device, spec, operands)]
     if spec.needs_backward:

@@ -1,4 +1,4 @@
-"""The bridge: runs torch's kernels inside JAX programs. The only file of the project that imports JAX and torch.
+"""The bridge: runs torch's kernels inside JAX programs. The only module that imports JAX and torch.
 
 XLA launches the calls of the compiled lane (``compiled_lane``) itself. The callback lane takes every call: XLA calls
 one registered function per direction through its foreign function interface (jax-tvm-ffi), with its own buffers as

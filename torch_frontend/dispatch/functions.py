@@ -124,7 +124,8 @@ def _lists_all_blocks(mask: Any) -> bool:
     if torch.compiler.is_compiling() or not all([type(table) is torch.Tensor and table.is_cpu for table in counts]):
         return False
     try:
-        numbers = sum(np.array(table.tolist()) for table in counts)  # no mode sees it
+        # In numpy, because a torch mode would see an operation on tensors. A block is listed as partial or as full.
+        numbers = sum(np.array(table.tolist()) for table in counts)
     except RuntimeError:  # a wrapper of a transform
         return False
     return bool((numbers == -(-mask.shape[-1] // mask.BLOCK_SIZE[1])).all())

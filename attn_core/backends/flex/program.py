@@ -176,8 +176,8 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     """Runs flex_attention on ``[batch, heads, tokens, dim]`` tensors. This is the function that is compiled.
 
     Args:
-        how: a tuple whose first item is the Signature.
-        operands: the fields of ``operands.FlexOperands``.
+        how: what the program is compiled for: the Signature, and what else tells one compiled program from another.
+        operands: the fields of ``operands.FlexOperands``, which the compiler takes one by one.
 
     Returns:
         out ``[batch, heads, q_len, value_dim]`` and lse ``[batch, heads, q_len]``, natural, float32.
@@ -209,7 +209,8 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
         return_aux=AuxRequest(lse=True),
     )
     lse: Any = extra.lse
-    return out, torch.where(lse == -torch.inf, -torch.inf, lse)  # an infinite gradient there would be 0 * inf
+    # The constant in rows that see no key has no gradient: an infinite one would give 0 * inf.
+    return out, torch.where(lse == -torch.inf, -torch.inf, lse)
 
 
 def _one_block(like: Any) -> Any:

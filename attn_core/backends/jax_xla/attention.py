@@ -158,6 +158,8 @@ def _gradients(
     lse, shift = (cut(array, start, queries, axis=3)[..., None] for array in saved)
 
     def sums() -> tuple[Any, Any]:
+        """The maximum and the sum of each row, computed again where the lse is too large to hold them both."""
+
         def step(index: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             tile = tile_at(spec, call, start, index)
             logits, _, _ = _logits_in(spec, call, q.values, cut(call.k, tile.key, keys, axis=2), rows, tile)

@@ -167,7 +167,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     has_bias = aten_masks.explicit(spec)
     if not rewrites.is_native(KERNEL, spec) or spec.packed or unlike or not whole or (has_bias and spec.return_lse):
         return None
-    kernel, causal, scale, window = _kernels()[0], how["custom_mask_type"], spec.scale, how["window_size"]
+    kernel, mask_type, scale, window = _kernels()[0], how["custom_mask_type"], spec.scale, how["window_size"]
     group, rows = spec.group_size, spec.q_len
     prepared = tensors.added_of(spec) if has_bias else None
 
@@ -177,7 +177,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
         added = prepared(mask, bias) if prepared else None
         out, lse, *_ = kernel(
-            q, k, v, added, None, None, None, None, 0.0, causal, True, scale=scale, window_size=window
+            q, k, v, added, None, None, None, None, 0.0, mask_type, True, scale=scale, window_size=window
         )
         copy_unaligned(out)
         return out, lse[..., :rows]

@@ -358,14 +358,15 @@ def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, A
     paged, batch, page_size = spec.paged, spec.documents or 0, spec.paged.page_size if spec.paged else 1
     assert paged is not None
     kv_heads, dim, left = spec.num_kv_heads, spec.head_dim, band(spec).left
-    slot, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
+    token, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
     kernel, scale, dtype, needs_lse = kernels()[0], spec.scale, spec.lse_dtype, needs_lse or spec.sinks
-    alone = spec.group_size == 1 and spec.dtype == "bfloat16" and not has_tiles()
+    one_row = spec.group_size == 1 and spec.dtype == "bfloat16" and not has_tiles()
 
-    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
+    def decode(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
         ends = lengths.tolist()
         longest, shortest = max(ends), min(ends)
-        if (longest != shortest and not batch * longest <= max(FEW_TOKENS, MOST_PADDING * sum(ends))) or not longest:
+        pads_much = longest != shortest and batch * longest > max(FEW_TOKENS, MOST_PADDING * sum(ends))
+        if pads_much or not longest:
             return None
         columns = -(-longest // page_size)
         used = table if columns == paged.width else table[:, :columns]
@@ -373,10 +374,10 @@ def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, A
             used = used.clamp(0, paged.num_pages - 1)
         pages, keys = used.reshape(-1), longest if shortest == longest else columns * page_size
         # [pages, page_size, kv_heads, dim] -> [batch, kv_heads, keys, dim]
-        layout = (batch, kv_heads, keys, dim), (columns * page_size * slot, dim, slot, 1)
+        layout = (batch, kv_heads, keys, dim), (columns * page_size * token, dim, token, 1)
         k, v = k.index_select(0, pages).as_strided(*layout), v.index_select(0, pages).as_strided(*layout)
         q = q.contiguous().reshape(grouped)  # the kernel reads channels and rows side by side, whatever the strides say
-        op = run_twice if alone and longest * dim >= WORTH_TWO_ROWS else kernel
+        op = run_twice if one_row and longest * dim >= WORTH_TWO_ROWS else kernel
         if longest == shortest and (left is None or left >= longest - 1):
             out, lse = op(q, k, v, 0.0, False, scale=scale)
         else:
@@ -388,7 +389,7 @@ def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, A
                 lse = lse.masked_fill(lengths == 0, -inf)
         return with_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
-    return run
+    return decode
 
 
 def _masked(op: Any, q: Any, k: Any, v: Any, scale: Any, added: Any) -> tuple[Any, Any]:

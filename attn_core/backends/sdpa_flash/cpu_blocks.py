@@ -90,7 +90,11 @@ def _height(spec: AttentionSpec) -> int:
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns (out, lse) of a dense call whose q, k and v the kernel can read."""
+    """Returns (out, lse) of a dense call whose q, k and v the kernel can read.
+
+    The keys that the blocks of a stack see move on with their queries. So one view with one stride has all blocks of a
+    stack, one document each of the kernel's batch; ``stack.block`` is the first, ``stack.rows`` are the rows of all.
+    """
     out: Any = None
     lse: Any = None
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, seq, dim], as views
@@ -199,7 +203,7 @@ def _distances(block: QueryBlock) -> tuple[int, int, int]:
 
 
 def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, Any]]:
-    """Yields each stack with its additive mask (see ``additive_masks.additive``), None if it hides nothing."""
+    """Yields each stack with its additive mask (see ``cpu_kernel.additive``), None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None
     for stack in _stacks(spec):

@@ -56,14 +56,16 @@ FORWARD = Support(
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses widths that are no power of two, grids that are too large, and calls without pages."""
+    """Refuses widths that are no power of two, grids that are too large, calls without pages, and fp8 before sm89."""
     reasons = []
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads only pages")
     dtype = spec.paged.dtype if spec.paged else None
-    # A product needs 16 channels, and words of two bytes have two or four numbers, each of them a product's own.
-    least = {None: (16, 16), "int4": (64, 32)}.get(dtype, (32, 16))
-    for name, dim, fewest in zip(("head_dim", "value_dim"), (spec.head_dim, spec.value_dim), least, strict=True):
+    # A product needs 16 channels. Keys are read in words of two bytes, and each of a word's numbers is in a product of
+    # its own: two of 8 bits, four of int4. Of values, the two int4 numbers of a byte are.
+    fewest_of_keys, fewest_of_values = {None: (16, 16), "int4": (64, 32)}.get(dtype, (32, 16))
+    widths = (("head_dim", spec.head_dim, fewest_of_keys), ("value_dim", spec.value_dim, fewest_of_values))
+    for name, dim, fewest in widths:
         if dim < fewest or dim & (dim - 1):
             where = f" for pages in {dtype}" if dtype else ""
             reasons.append(f"{name}={dim}: {FORWARD.kernel} takes powers of two from {fewest} on{where}")

@@ -73,7 +73,7 @@ def blocks(spec: AttentionSpec, tiles: Tiles) -> int:
 def grid_of(spec: AttentionSpec, one_query: bool, shares: int, row_blocks: int) -> tuple[int, int, int]:
     """Returns the grid of a kernel on pages: sequences times kv heads, shares of the keys, and tiles of rows.
 
-    With offsets, programs at its end clear the tokens behind the last sequence, see ``new_tokens.is_behind``. The first
+    With offsets, programs at its end clear the tokens behind the last sequence, see ``rows.is_behind``. The first
     axis alone may exceed GRID_LIMIT.
 
     Args:

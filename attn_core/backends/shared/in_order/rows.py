@@ -389,8 +389,9 @@ def document_at(offsets, document, tokens):
 def is_behind(PARTIAL: tl.constexpr):
     """Returns whether a program of a call with offsets is one of those that clear tokens behind the last sequence.
 
-    ``order.grid_of`` puts them at the end of the grid. Between the others, they would leave some multiprocessors with
-    more of the others than the rest, and decoding takes up to 1.4 times as long then.
+    ``order.grid_of`` puts them at the end of the grid: the last shares of the keys if there are shares (PARTIAL), else
+    the last tiles of rows. If they were anywhere else, multiprocessors that get them would get fewer of the programs
+    that attend, and decoding would take up to 1.4 times as long.
     """
     if PARTIAL:
         behind = tl.program_id(1) == tl.num_programs(1) - 1
