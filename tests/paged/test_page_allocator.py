@@ -131,7 +131,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "^'c' needs 7 more pages of 4 tokens, and " + FULL,
     ),
     "an extension that does not fit": (lambda a: a.extend("a", 28), "^'a' needs 7 more pages of 4 tokens, and " + FULL),
-    "a copy that does not fit": (lambda a: a.extend("twin", 25), "^'twin' needs 7 more pages of 4 tokens, and " + FULL),
+    "a copy that does not fit": (  # six new pages would fit, but the seventh is the copy of a shared one
+        lambda a: a.extend("part", 24),
+        "^'part' needs 7 more pages of 4 tokens, and " + FULL,
+    ),
     "a salt of a prompt": (lambda a: a.allocate_matching("c", [1], salt=[]), r"^salt=\[\]: expected a hashable value"),
     "a salt": (lambda a: a.match([1], salt=[]), r"^salt=\[\]: expected a hashable value"),
     "a long record": (
@@ -161,6 +164,7 @@ def test_refusals_change_nothing(name: str) -> None:
     for sequence, tokens in (("b", 8), ("parent", 4), ("out", 4)):
         allocator.allocate(sequence, tokens)
     allocator.fork("parent", "twin")
+    allocator.fork("b", "part", 6)
     allocator.record("parent", [9, 9, 9, 9])
     allocator.swap_out("out")
     before = state(allocator)

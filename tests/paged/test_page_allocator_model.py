@@ -6,6 +6,7 @@ The driver is plain, so that it gets far: long-lived pools, chains of forks, and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -29,6 +30,10 @@ from attn_core.paged.allocator import (
 TOKENS = (0, 1, 2**61 - 1)
 """The first and the last have one hash, so pages of them collide."""
 
+POOLS = (3, 17, 60)
+"""Numbers of pages. The pools are full often, seldom and never."""
+SMALL_POOLS = range(1, 13)
+
 Text = tuple[int, ...]
 
 
@@ -42,9 +47,9 @@ class Model:
     So a page that is found by mistake, or overwritten while others read it, shows as wrong content.
     """
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, num_pages: int) -> None:
         self.random, self.started = random, 0
-        self.num_pages, self.page_size = random.choice((3, 17, 60)), random.choice((1, 3, 4, 16))
+        self.num_pages, self.page_size = num_pages, random.choice((1, 2, 3, 4, 16))
         self.allocator = PageAllocator(self.num_pages, self.page_size)
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -238,6 +243,7 @@ class Model:
         if needed > len(self.free_pages()):
             return self.refused(PoolFullError, self.allocator.extend, name, tokens)
         copies, shares = self.allocator.extend(name, tokens), self.writes_to_shared(self.holders(), name, tokens)
+        self.overwritten(name, tokens, shares)
         self.grown(name, tokens, shares)
         self.copy(copies)
         self.write(name, self.lengths[name] - tokens)
@@ -253,14 +259,17 @@ class Model:
         more = self.count(self.lengths[name] + tokens) - self.count(self.lengths[name])
         return more + self.writes_to_shared(holders, name, tokens)
 
+    def overwritten(self, name: int, tokens: int, copied: bool) -> None:
+        """Forgets the last page of a sequence that writes on it: it may be full, of a sequence that is gone."""
+        if tokens and self.lengths[name] % self.page_size and not copied:
+            self.forget(self.pages[name][-1])
+
     def grown(self, name: int, tokens: int, copied: bool) -> None:
         """Takes over the pages of an extended sequence: the old ones stay, but for a copied last one."""
         free, self.before = self.free_pages(), self.pages[name]
         after = list(self.allocator.pages(name))
         same = len(self.before) - copied
         assert after[:same] == self.before[:same]
-        if tokens and self.lengths[name] % self.page_size and not copied:
-            self.forget(self.before[-1])  # it may be full, of a sequence that is gone
         self.take(after[same:], free)
         self.pages[name], self.lengths[name] = after, self.lengths[name] + tokens
         self.texts[name] += self.drawn_text(tokens)
@@ -286,6 +295,8 @@ class Model:
         step, copies = advance(self.allocator, names, new, width)
         for page in copies.target:  # which are written first
             self.evict(page)
+        for name, tokens, copies_last in zip(names, counts, copied):
+            self.overwritten(name, tokens, copies_last)
         for name, tokens, copies_last in zip(names, counts, copied):
             self.grown(name, tokens, copies_last)
         self.copy(copies)
@@ -360,11 +371,11 @@ OPERATIONS = (
 )
 
 
-def run_operations(pools: int, operations: int) -> Counter[str]:
-    """How often each operation was made, on pools of several sizes that are full often, seldom and never."""
+def run_operations(pools: Iterable[int], operations: int) -> Counter[str]:
+    """How often each operation was made, on pools of so many pages."""
     random, done = Random(0), Counter[str]()
-    for _ in range(pools):
-        model = Model(random)
+    for num_pages in pools:
+        model = Model(random, num_pages)
         for _ in range(operations):
             getattr(model, random.choice(OPERATIONS))()
             model.check()
@@ -374,12 +385,12 @@ def run_operations(pools: int, operations: int) -> Counter[str]:
             model.allocator.free(name)
         assert model.allocator.report() == PoolReport(model.num_pages, model.num_pages, 0, 0, 0)
         model.allocator.allocate("all", model.num_pages * model.page_size)
-    assert sum(done.values()) >= pools * operations
+        assert sum(model.done.values()) >= operations
     return done
 
 
 def test_operations_on_short_lived_pools_match_the_model() -> None:
-    done = run_operations(20, 300)
+    done = run_operations((*SMALL_POOLS, *POOLS) * 2, 200)
     assert all(done[what] > 20 for what in ("found", "copied", "evicted", "swapped in", "refused by PoolFullError")), (
         done
     )
@@ -387,7 +398,7 @@ def test_operations_on_short_lived_pools_match_the_model() -> None:
 
 @pytest.mark.slow
 def test_fifty_thousand_operations_match_the_model() -> None:
-    done = run_operations(25, 2_000)
+    done = run_operations(POOLS * 13, 1_300)
     for what in ("allocated", "forked", "extended", "stepped", "freed", "recorded", "refused by PoolFullError"):
         assert done[what] > 1000, done
     for what in ("found", "copied", "evicted", "swapped out", "swapped in"):
@@ -441,8 +452,8 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     random = Random(0)
     # An empty list of pages is read, or nothing is raised that should be.
     with pytest.raises((AssertionError, IndexError, StopIteration, pytest.fail.Exception)):
-        for _ in range(20):
-            model = Model(random)
+        for num_pages in POOLS * 7:
+            model = Model(random, num_pages)
             for _ in range(200):
                 getattr(model, random.choice(OPERATIONS))()
                 model.check()
