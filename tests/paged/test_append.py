@@ -106,7 +106,11 @@ by_tables_and_slots = pytest.mark.parametrize("by_slots", [False, True], ids=["t
 @by_tables_and_slots
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, None) for name in CALLS), *(("half", kind) for kind in KINDS if kind[1] == "token")],
+    [
+        *((name, None) for name in CALLS),
+        *(("half", kind) for kind in KINDS if kind[1] == "token"),
+        ("half", ("float8_e4m3fn", "page")),
+    ],
 )
 def test_torch_compiles_it(name: str, kind: Kind, by_slots: bool) -> None:
     """One graph, and the op sees the arguments as an eager call does."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -531,6 +532,12 @@ def swapped_heads(spec: Any, inputs: PagedInputs) -> tuple[Any, PagedInputs]:
     return spec, inputs._replace(**dict(zip(("k", "v"), pools)))
 
 
+def aligned_at_the_top_left(spec: Any, inputs: PagedInputs) -> tuple[Any, PagedInputs]:
+    wrong = copy(spec)
+    object.__setattr__(wrong, "alignment", "top_left")  # a paged spec refuses it
+    return wrong, inputs
+
+
 FAULTS: dict[str, Any] = {
     "window one wider": misread(window=lambda spec: (spec.window[0] + 1, spec.window[1])),
     "window one narrower": misread(window=lambda spec: (spec.window[0] - 1, spec.window[1])),
@@ -579,6 +586,17 @@ def test_planted_faults_are_caught(backend: str, device: str, name: str) -> None
         verdict = judge(call, run(framework, call, backend, device))
     assert {quantity.name for quantity in verdict.quantities if quantity.use > 1} == {"out", "lse"}, verdict
     healthy = judge(call, run(framework, call, backend, device))
+    assert healthy.ok, healthy
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa_flash"])
+def test_a_diagonal_at_the_other_end_is_found(backend: str) -> None:
+    """With more new tokens than keys the first rows see nothing. With the fault they see keys."""
+    call = without_answers(call_or_skip("torch", backend, "cpu", (2, 0, 1, 9), (5, 3, 1, 2), return_lse=True))
+    with planted_fault(backend, "cpu", aligned_at_the_top_left):
+        verdict = judge(call, run("torch", call, backend))
+    assert {quantity.name for quantity in verdict.quantities if quantity.use > 1} == {"out", "lse"}, verdict
+    healthy = judge(call, run("torch", call, backend))
     assert healthy.ok, healthy
 
 

@@ -374,10 +374,20 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@every_entry
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_torchs_defaults_change_nothing(entry: str, default: str, x: Tensor) -> None:
+UNDER_DEFAULTS = [
+    *((entry, default, "cpu") for entry in ENTRIES for default in DEFAULTS),
+    *(
+        pytest.param(entry, default, "cuda", marks=pytest.mark.cuda)
+        for entry in ("attention", "attention, lse of capped scores")
+        for default in ("float64", "bfloat16")
+    ),
+]
+
+
+@pytest.mark.parametrize(("entry", "default", "place"), UNDER_DEFAULTS)
+def test_torchs_defaults_change_nothing(entry: str, default: str, place: str, x: Tensor) -> None:
     """The default dtype and the default device, for results and gradients."""
+    x = x.to(place)
 
     def results() -> list[Tensor]:
         torch.manual_seed(1)
