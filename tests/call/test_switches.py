@@ -4,8 +4,8 @@ environment."""
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,11 +32,14 @@ def off() -> Iterator[None]:
 
 @every_switch
 def test_it_belongs_to_a_block_and_to_a_thread(name: str) -> None:
-    switch, enabled, seen = getattr(attn_core, name), SWITCHES[name], []
+    switch, enabled = getattr(attn_core, name), SWITCHES[name]
+
+    def in_a_new_thread() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(enabled).result()
+
     with switch(True):
-        thread = threading.Thread(target=lambda: seen.append(enabled()))
-        thread.start()
-        thread.join()
+        seen = [in_a_new_thread()]
         with switch(False):
             seen.append(enabled())
         seen.append(enabled())
@@ -44,7 +47,7 @@ def test_it_belongs_to_a_block_and_to_a_thread(name: str) -> None:
     switch(True)
     with switch(False):
         assert not enabled()
-    assert enabled()
+    assert enabled() and not in_a_new_thread()
 
 
 @every_switch

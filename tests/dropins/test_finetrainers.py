@@ -496,6 +496,28 @@ def test_the_hosts_table_on_a_machine_with_everything() -> None:
 # Compiled
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_model_under_flash_varlen(patched: None, device: str, masked: bool) -> None:
+    """Self-attention with a mask of keys, in half precision on a GPU: with the provider as without one."""
+    torch.manual_seed(0)
+    dtype, tolerance = (torch.float32, 2e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    projection = torch.nn.Linear(128, 3 * 128).to(device, dtype)
+    x = torch.randn(2, 12, 128).to(device, dtype)
+    keep = torch.ones(2, 1, 1, 12, dtype=torch.bool, device=device)
+    keep[0, ..., :5] = False
+
+    def run() -> torch.Tensor:
+        q, k, v = projection(x).unflatten(-1, (3, 8, 16)).permute(2, 0, 3, 1, 4)  # [3, batch, heads, len, head_dim]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep if masked else None)
+
+    right = run()
+    with attention_provider(AttentionProvider.FLASH_VARLEN):
+        actual = run()
+    torch.testing.assert_close(actual, right, atol=tolerance, rtol=tolerance)
+    with attention_provider("flash_varlen"):
+        assert torch.equal(run(), actual)
+
+
 def test_compiled_without_a_break_on_the_provider_of_the_run(
     patched: None,
     device: str,

@@ -208,9 +208,14 @@ def test_every_argument_is_honoured_or_refused_by_name(way: Way, q_len: int, kv_
 
 @pytest.mark.parametrize("word", [word.value for word in AttentionProvider if Way(word.value) not in HERE])
 def test_words_without_a_kernel_on_the_cpu_are_refused_with_the_reason(word: str) -> None:
-    for arguments, *_ in ARGUMENTS.values():
-        with pytest.raises((NoBackendError, SpecError), match=r"needs|attn_mask"):
+    refusals = {}
+    for name, (arguments, *_) in ARGUMENTS.items():
+        with pytest.raises((NoBackendError, SpecError), match=r"needs|attn_mask") as refusal:
             dispatched(word, tensors(), arguments)
+        refusals[name] = str(refusal.value)
+    assert refusals["plain"].startswith(f"backend={AttentionProvider(word).kernels[0]!r} cannot run this call:")
+    if word == "sage_varlen":
+        assert refusals["keys"].startswith("backend='sage' cannot run this call:")
 
 
 @pytest.mark.on_gpus(only=lambda name, **_: name != "keys and causal")  # kernels that other names judge

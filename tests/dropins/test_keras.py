@@ -16,8 +16,6 @@ from reference_calls import attended
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from examples.hosts.keras_attention import dot_product_attention, installed
 
-pytestmark = pytest.mark.sampled
-
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 4, 2, 8
 
 

@@ -23,8 +23,6 @@ from reference_calls import attended
 from attn_core.errors import ShapeError, SpecError
 from examples.hosts.levanter_attention import dot_product_attention, dot_product_attention_with_sink
 
-pytestmark = pytest.mark.sampled
-
 
 @dataclass(frozen=True)
 class Axis:

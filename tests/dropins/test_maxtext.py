@@ -20,8 +20,6 @@ from attn_core.correctness import reference as truth
 from attn_core.errors import ShapeError, SpecError
 from examples.hosts.maxtext_attention import apply_attention
 
-pytestmark = pytest.mark.sampled
-
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
 EINSUMS = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [7, 7, 3, 3, 3, 7, 7, 1, 1, 1, -1, -1]], np.int32)

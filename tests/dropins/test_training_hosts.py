@@ -79,7 +79,6 @@ PACKING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("how", PACKING)
 def test_trl_trains_on_documents_as_if_each_were_alone(how: str, tmp_path: Path) -> None:
     """Two steps of SFTTrainer: the losses, and what every parameter learned. With "wrapped", TRL cuts the stream of

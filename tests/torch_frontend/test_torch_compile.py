@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +70,17 @@ def test_the_default_compiler_compiles_it():
     compiled, qkv = torch.compile(call, fullgraph=True, dynamic=True), tensors()
     for got, expected in zip(run(compiled, qkv), run(call, qkv), strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+def test_other_lengths_do_not_recompile():
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter
+    )
+    for q_len, kv_len in ((5, 7), (4, 9), (11, 13)):
+        qkv = tensors(q_len, kv_len, grad=False)
+        assert torch.equal(compiled(*qkv), attention(*qkv, causal=True))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("array", [torch.from_numpy, None], ids=["tensor offsets", "numpy offsets"])
