@@ -102,7 +102,7 @@ print(json.dumps({{
 @pytest.mark.slow
 def test_a_new_folder_becomes_a_backend_without_other_edits(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
-    for name, text in {"__init__": '"""A toy backend."""', "backend": BACKEND, "scores": HELPER}.items():
+    for name, text in {"__init__": BACKEND, "scores": HELPER}.items():
         (tmp_path / "toy" / f"{name}.py").write_text(text, encoding="utf-8")
     process = in_its_own_process(SCRIPT.format(folder=str(tmp_path)))
     assert process.returncode == 0, process.stderr
