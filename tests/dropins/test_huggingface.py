@@ -26,7 +26,7 @@ from attn_core import AttentionSpec, NoBackendError
 from attn_core.call import masks
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend import huggingface
-from torch_frontend.huggingface import attention, described_mask, registration
+from torch_frontend.huggingface import attention, described_mask, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
 pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.sampled, pytest.mark.words]
@@ -250,12 +250,12 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
 
 
 def test_the_description_of_each_known_mask_function() -> None:
-    actual = {name: described_mask.read_pattern(function) for name, function in KNOWN.items()}
+    actual = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
     assert actual == {
-        "causal": described_mask.Pattern(None, 0),
-        "both": described_mask.Pattern(),
-        "window": described_mask.Pattern(2, 0),
-        "both window": described_mask.Pattern(3, 3),
+        "causal": patterns.Pattern(None, 0),
+        "both": patterns.Pattern(),
+        "window": patterns.Pattern(2, 0),
+        "both window": patterns.Pattern(3, 3),
     }
     for name, (left, right, *_) in actual.items():
         spec = AttentionSpec(

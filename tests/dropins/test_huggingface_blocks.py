@@ -15,7 +15,7 @@ from transformers import masking_utils
 from attn_core.call.key_ranges import contains
 from attn_core.context_parallel import one_device
 from torch_frontend.dispatch import in_parts
-from torch_frontend.huggingface import attention, described_mask, masks
+from torch_frontend.huggingface import attention, masks, patterns
 from torch_frontend.huggingface.described_mask import DescribedMask
 from torch_frontend.huggingface.masks import mask
 
@@ -106,11 +106,11 @@ def test_short_rows_and_scattered_blocks_have_a_dense_mask() -> None:
 
 def test_a_union_of_another_kind_is_no_pattern() -> None:
     function = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k < 5)
-    assert described_mask.read_pattern(function) is None
+    assert patterns.read_pattern(function) is None
     both = masking_utils.bidirectional_mask_function
-    assert described_mask.read_pattern(masking_utils.or_masks(both, masking_utils.blockwise_overlay(IDS))) is None
+    assert patterns.read_pattern(masking_utils.or_masks(both, masking_utils.blockwise_overlay(IDS))) is None
     inside = masking_utils.and_masks(function_of(IDS), masking_utils.packed_sequence_mask_function(IDS))
-    assert described_mask.read_pattern(inside) is None
+    assert patterns.read_pattern(inside) is None
 
 
 def test_images_of_packed_rows_are_refused() -> None:

@@ -42,7 +42,7 @@ def _mask(
         SpecError: for a cache with content, for an attention_mask of another length than the shard, for padding, and
             for a mask function that is not a band.
     """
-    from torch_frontend.huggingface.described_mask import read_pattern
+    from torch_frontend.huggingface.patterns import read_pattern  # here, because it imports transformers
 
     if lengths[0] != lengths[1] or int(offsets[0]) != offsets[1]:
         # Without a cache, transformers takes the number of keys from the mask.

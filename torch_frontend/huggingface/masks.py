@@ -21,16 +21,9 @@ from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import (
-    DescribedMask,
-    Pattern,
-    VisibleKeys,
-    describe,
-    infer_pattern,
-    needs_floats,
-    read_pattern,
-)
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe, needs_floats
 from torch_frontend.huggingface.layer_call import documents_from_numbers
+from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
 Tensor = torch.Tensor
 
