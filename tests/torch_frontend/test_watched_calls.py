@@ -15,9 +15,7 @@ from observed_calls import default_dtype
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
-from unsloth_rows import attend_as_unsloth
 
-import torch_frontend
 from attn_core.errors import SpecError
 from attn_core.paged.step import Step
 from torch_frontend import (
@@ -34,7 +32,7 @@ from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.flash_attn import flash_attn_with_kvcache
 from torch_frontend.huggingface.attention import attend
 from torch_frontend.module import Attention
-from torch_frontend.unsloth import slow_attention_softcapping
+from torch_frontend.unsloth import AttentionConfig, AttentionContext, run_attention, slow_attention_softcapping
 
 pytestmark = pytest.mark.sampled
 
@@ -67,6 +65,12 @@ def _heads_first(x: Tensor) -> list[Tensor]:
 def _pools(x: Tensor) -> tuple[Tensor, Tensor]:
     pool = x.new_zeros(3, 4, HEADS, DIM)
     return pool, pool + 0.5
+
+
+def _unsloth(x: Tensor, **context: Any) -> Tensor:
+    q, k, v = _heads_first(x)
+    made = AttentionContext(2, TOKENS // 2, TOKENS // 2, HEADS, DIM, **context)  # while traced, sizes of x are tensors
+    return run_attention(config=AttentionConfig("sdpa", HEADS, 1), context=made, Q=q, K=k, V=v)
 
 
 def _softcapping(x: Tensor) -> Tensor:
@@ -132,8 +136,8 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention, dropout": lambda x: attention(*_rows(x), dropout=0.5),
     "attention, packed": lambda x: attention(*_tokens(x), causal=True, seq_info=DOCUMENTS),
     "attention_qkvpacked": lambda x: attention_qkvpacked(torch.stack(_rows(x), 2), causal=True),
-    "run_attention": lambda x: attend_as_unsloth(torch_frontend, *_rows(x)),
-    "run_attention, packed": lambda x: attend_as_unsloth(torch_frontend, *_rows(x), seq_info=DOCUMENTS),
+    "run_attention": _unsloth,
+    "run_attention, packed": lambda x: _unsloth(x, seq_info=DOCUMENTS),
     "slow_attention_softcapping": _softcapping,
     "torch's place": _in_place,
     "attention_dispatch": lambda x: attention_dispatch(*_heads_first(x), is_causal=True),
