@@ -1,7 +1,7 @@
 """Masks as ranges: constructors of the argument ``key_ranges`` for the masks that models use.
 
 Each returns int32 numpy ``[batch or 1, kv_heads or 1, keys, ranges, 2]``: for each key the half-open ranges of queries
-that see it, which ``attention(..., key_ranges=)`` of both frontends takes as it is. ``attn_core.call.masks``
+that see it, which ``attention(..., key_ranges=)`` of both frontends takes as it is. ``attn_core.call.key_ranges``
 defines them.
 """
 

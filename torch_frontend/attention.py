@@ -208,5 +208,5 @@ def _attend_by_steps(q: Any, k: Any, v: Any, layout: Any, rows: CacheRows | None
     if check_layout(layout) == "bhsd":
         return layouts.first_exchanged(attention(*layouts.all_exchanged((q, k, v)), **given))
     if layouts.has_jagged(q, k, v):
-        return layouts.attend(attention, (q, k, v), given)
+        return layouts.attend_jagged(attention, (q, k, v), given)
     return general_calls.run(q, k, v, given)

@@ -47,7 +47,7 @@ def explain(
     if check_layout(layout) == "bhsd":
         q, k, v = layouts.all_exchanged((q, k, v))
     if layouts.has_jagged(q, k, v):
-        (q, k, v), said["seq_info"] = layouts.as_documents((q, k, v), said)
+        (q, k, v), said["seq_info"] = layouts.jagged_as_documents((q, k, v), said)
     return general_calls.explain(q, k, v, said, needs_backward)
 
 

@@ -101,7 +101,7 @@ def test_a_compiled_call_keeps_no_form(mask: torch.Tensor) -> None:
     """Memory that is allocated while a CUDA graph warms up belongs to the graph, so no mask may hold it."""
     q = torch.randn(2, 5, 4, 8)
     k = torch.randn(2, 11, 4, 8)
-    forms = getattr(mask, aten_masks.MARK)[1]
+    forms = getattr(mask, aten_masks.KEPT_MARK)[1]
 
     def call(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attention(q, k, k, mask=mask)

@@ -130,7 +130,7 @@ def test_offsets_without_a_longest_row_are_read_on_the_cpu_alone() -> None:
     )
     fake = torch.nested.nested_tensor_from_jagged(values.to("meta"), offsets.to("meta"))
     with pytest.raises(SpecError, match=r"q: expected a NestedTensor that knows its longest row.*max_seqlen="):
-        layouts.as_documents((fake, fake, fake), {})
+        layouts.jagged_as_documents((fake, fake, fake), {})
 
 
 @pytest.mark.cuda

@@ -54,7 +54,7 @@ def has_jagged(*tensors: Any) -> bool:
     return any([getattr(tensor, "layout", None) is torch.jagged for tensor in tensors])
 
 
-def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def attend_jagged(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Runs ``attention`` on nested q, k and v; its output is a NestedTensor of q's structure.
 
     Args:
@@ -64,7 +64,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[st
     Returns:
         The output, or a tuple that begins with it, as of packed documents: lse is ``[heads, tokens]``.
     """
-    values, info = as_documents(qkv, options)
+    values, info = jagged_as_documents(qkv, options)
     results = attention(*values, **(options | {"seq_info": info}))
     out, *others = results if isinstance(results, tuple) else (results,)
     q = qkv[0]
@@ -74,7 +74,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[st
     return (nested, *others) if others else nested
 
 
-def as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Tensor, ...], SeqInfo]:
+def jagged_as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Tensor, ...], SeqInfo]:
     """Returns the values of nested q, k and v, and their rows as documents.
 
     Raises:
@@ -91,7 +91,7 @@ def as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[T
         if options.get(name) is not None:
             raise SpecError(f"{name}: expected None with nested q, k and v; {why}")
     for name, tensor in zip("qkv", qkv, strict=True):
-        _check(name, tensor)
+        _check_jagged(name, tensor)
     q, k, v = qkv
     if k.offsets() is not v.offsets() and (not k.offsets().is_cpu or not torch.equal(k.offsets(), v.offsets())):
         raise SpecError(
@@ -103,7 +103,7 @@ def as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[T
     return (q.values(), k.values(), v.values()), SeqInfo(queries, keys, _longest("q", q), _longest("k", k))
 
 
-def _check(name: str, tensor: Any) -> None:
+def _check_jagged(name: str, tensor: Any) -> None:
     """Checks the structure of one NestedTensor."""
     if tensor.dim() != 4 or tensor._ragged_idx != 1:
         axes = f"{tensor.dim()} axes, axis {tensor._ragged_idx} of batch, seq, heads, head_dim ragged"

@@ -46,7 +46,7 @@ def complete(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
     """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
     inputs, how = from_call(call)
     if inputs.mask is not None:
-        # A mask may keep its additive form (kept_masks), but not here: while a CUDA graph warms up, new memory belongs
+        # A mask may keep its additive form (aten_masks), but not here: while a CUDA graph warms up, new memory belongs
         # to the graph. The detached mask is a new object, without what is attached to the original.
         inputs = inputs._replace(mask=inputs.mask.detach())
     if inputs.cu_seqlens_q is None:

@@ -1,8 +1,8 @@
 """Plans a call: from tensors to a backend's forward and backward.
 
 torch prepares a plan in cuDNN for every new shape of a call, and keeps it until the process ends. A program with ever
-new lengths would spend most of its time on plans and grow without end. So after MOST_SHAPES shapes, automatic choice
-takes another kernel for a new one. The shapes that have a plan stay with cuDNN, and so do calls that name it.
+new lengths would spend most of its time on plans and grow without end. So after MOST_CUDNN_SHAPES shapes, automatic
+choice takes another kernel for a new one. The shapes that have a plan stay with cuDNN, and so do calls that name it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,35 @@ from attn_core.selection import Selection, Target, explain, new_plans, select
 from torch_frontend.dispatch import sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.mask_objects import Visible, as_options, is_object
 
-MOST_SHAPES = 64
+Tensor = torch.Tensor
+
+MOST_CUDNN_SHAPES = 64
 """A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
 9.19, measured on 2026-11-26)."""
-NAME = "sdpa_cudnn"
-WHY = (
-    f"{MOST_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "
-    f"more. Pad lengths to a few sizes, or name it: backend={NAME!r}"
+CUDNN = "sdpa_cudnn"
+NO_MORE_PLANS = (
+    f"{MOST_CUDNN_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "
+    f"more. Pad lengths to a few sizes, or name it: backend={CUDNN!r}"
 )
 
-_shapes: dict[AttentionSpec, None] = {}
+_cudnn_shapes: dict[AttentionSpec, None] = {}
 """The calls that automatic choice gave to cuDNN."""
 
 
-def limited(target: Target, spec: AttentionSpec) -> Target:
+def without_new_cudnn_shapes(target: Target, spec: AttentionSpec) -> Target:
     """Returns the target for the automatic choice of a call: without cuDNN if a new shape would exceed the limit."""
-    return target if len(_shapes) < MOST_SHAPES or spec in _shapes else _without(target)
+    return target if len(_cudnn_shapes) < MOST_CUDNN_SHAPES or spec in _cudnn_shapes else _without_cudnn(target)
 
 
 @lru_cache(maxsize=64)
-def _without(target: Target) -> Target:
-    return replace(target, unavailable=(*target.unavailable, (NAME, WHY)))
+def _without_cudnn(target: Target) -> Target:
+    return replace(target, unavailable=(*target.unavailable, (CUDNN, NO_MORE_PLANS)))
 
 
-def chosen(spec: AttentionSpec, name: str) -> None:
-    """Notes the automatic choice of a call."""
-    if name == NAME:
-        _shapes.setdefault(spec)
-
-
-Tensor = torch.Tensor
+def note_cudnn_shape(spec: AttentionSpec, name: str) -> None:
+    """Notes the automatic choice of a call, if it is cuDNN."""
+    if name == CUDNN:
+        _cudnn_shapes.setdefault(spec)
 
 
 class Plan(NamedTuple):
@@ -103,7 +102,7 @@ def plan(
     selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
     if selection.requested is None and switches is None:
-        chosen(selection.spec, selection.backend or "")
+        note_cudnn_shape(selection.spec, selection.backend or "")
     spec = selection.spec
     device, one_row = metadata.q[2], _has_one_row(spec, metadata)
     return plan_on(selection.backend or "", spec, selection.target, device, metadata.mask, metadata.bias, one_row)
@@ -215,7 +214,7 @@ def request(
     target = sdpa_flags.limited(Target.here("torch", device_name(metadata.q[2])), switches)
     names = requested_names(requested) or sdpa_flags.preferred(switches)
     if names is None and switches is None:  # torch's flags may leave cuDNN alone
-        target = limited(target, spec)
+        target = without_new_cudnn_shapes(target, spec)
     return spec, target, names
 
 

@@ -102,18 +102,18 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
         if rows.start == 0:  # once for all blocks of a call
             bias_copied()
         bias = bias.to(getattr(torch, dtype))
-    if mask is not None and (bias is not None or aten_masks.MARK not in mask.__dict__):
+    if mask is not None and (bias is not None or aten_masks.KEPT_MARK not in mask.__dict__):
         mask_converted()
     if edge is None and mask is None:
         return bias
     zero, hides = _constants(dtype, device)
     if edge is None:
-        if bias is None and aten_masks.MARK in mask.__dict__:
+        if bias is None and aten_masks.KEPT_MARK in mask.__dict__:
             return aten_masks.kept_additive(mask, (dtype,), lambda: torch.where(mask, zero, hides))
         return torch.where(mask, zero if bias is None else bias, hides)
     inside, added = _band(dtype, device, edge, rows, keys)
     if bias is None:
-        if mask is None or aten_masks.MARK not in mask.__dict__:
+        if mask is None or aten_masks.KEPT_MARK not in mask.__dict__:
             return added if mask is None else torch.where(mask, added, hides)
         form = dtype, edge, rows.start, rows.stop, keys.start, keys.stop
         return aten_masks.kept_additive(mask, form, lambda: torch.where(mask, added, hides))

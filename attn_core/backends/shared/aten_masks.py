@@ -21,18 +21,18 @@ from attn_core.call.spec import AttentionSpec
 KEPT_ELEMENTS = 2**22
 """The most elements of a kept form: 16 MiB in float32. Larger calls take much longer than the conversion."""
 
-MARK = "_attn_core_additive"
+KEPT_MARK = "_attn_core_additive"
 """The attribute of a mask that keeps its forms. Callers look for it first, so that other masks cost no call."""
 
 
 def keep_additive(mask: Any) -> None:
     """Lets a bool mask keep its additive forms, for the calls that read it. A change in place invalidates them."""
     if not mask.is_inference():  # inference tensors do not count their changes
-        setattr(mask, MARK, (ref(mask), {}))
+        setattr(mask, KEPT_MARK, (ref(mask), {}))
 
 
 def kept_additive(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) -> Any:
-    """Returns the additive form of a mask that has MARK: the kept one, or a new one, which is kept if it is small.
+    """Returns the additive form of a mask that has KEPT_MARK: the kept one, or a new one, which is kept if it is small.
 
     Args:
         form: what the additive form depends on beside the mask, a key of a dict.
@@ -40,7 +40,7 @@ def kept_additive(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) 
     """
     import torch
 
-    original, forms = getattr(mask, MARK)
+    original, forms = getattr(mask, KEPT_MARK)
     # A captured graph must convert the mask in every replay. Modes and transforms pass tensors of their own.
     observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -125,7 +125,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     if bias is not None and bias.dtype is not dtype:
         bias_copied()
         bias = bias.to(dtype)
-    if mask is not None and (bias is not None or MARK not in mask.__dict__):
+    if mask is not None and (bias is not None or KEPT_MARK not in mask.__dict__):
         mask_converted()
     if mask is None:
         return in_rows_of(bias, kv_len, aligned)
@@ -133,7 +133,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
     keys = mask if mask.shape[3] == kv_len else mask.expand(*mask.shape[:3], kv_len)
-    if MARK not in mask.__dict__:
+    if KEPT_MARK not in mask.__dict__:
         return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
     form = dtype, kv_len, aligned
     return kept_additive(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
@@ -162,7 +162,7 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
         empty_like, log, contiguous = torch.empty_like, torch.log, torch.contiguous_format
 
         def of_mask(mask: Any, bias: Any) -> Any:
-            if MARK in mask.__dict__:
+            if KEPT_MARK in mask.__dict__:
                 return additive(mask, None, kind, kv_len, aligned=aligned)
             mask_converted()
             return log(mask, out=empty_like(mask, dtype=kind, memory_format=contiguous))
