@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from operator import itemgetter
 
 from benchmarks.measure import Result, Row, dates, median_ratio, medians
 
@@ -232,6 +233,9 @@ def _times(row: Row, other: str) -> float | None:
 
 # Calls beside their rivals
 
+BEHIND = 0.95
+"""A call is behind if the rival's time is less than this share of ours."""
+
 
 def small_calls(result: Result) -> str:
     """Returns one table for each set of shapes that have the same cases; cells are ours / the rival's microseconds."""
@@ -250,6 +254,39 @@ def small_calls(result: Result) -> str:
             rows.append([case, by_shape[shapes[0]][case]["rival"], *cells])
         tables.append(lines_of(["call", "beside", *shapes], rows))
     return "\n\n".join(tables)
+
+
+def drawn(result: Result) -> str:
+    """Returns the geometric means of F.sdpa's time over ours, eager and in a graph, and a row for each call behind."""
+    parts = []
+    for what in ("forward", "training"):
+        rows, found = [], {"": [], ", in a graph": []}
+        for row in (each for each in result["calls"] if each["what"] == what):
+            times = {name: 1e6 * seconds for name, seconds in medians(row["seconds"]).items()}
+            cells, slower = [], False
+            for how, ratios in found.items():
+                ours, theirs = times.pop(f"attention{how}", None), times.pop(f"F.sdpa{how}", None)
+                if ours is None or theirs is None:
+                    cells.append("")
+                    continue
+                ratios.append(theirs / ours)
+                cells.append(f"{ratios[-1]:.2f}: {ours:.0f} / {theirs:.0f}")
+                slower |= ratios[-1] < BEHIND
+            if slower:
+                others = ", ".join(f"{name} {time:.0f}" for name, time in sorted(times.items(), key=itemgetter(1)))
+                rows.append([row["call"], row["backend"], row["kernel of F.sdpa"], *cells, others])
+        head = ["call", "attention", "F.sdpa", "eager", "in a graph", "by name"]
+        means = [
+            f"{word} {_of_ratios(ratios)}" for word, ratios in zip(("eager", "in a graph"), found.values()) if ratios
+        ]
+        parts += [f"{what}, F.sdpa's time over ours: {'; '.join(means)}.", lines_of(head, rows)]
+    return "\n\n".join(parts)
+
+
+def _of_ratios(ratios: list[float]) -> str:
+    """Returns the geometric mean, the worst, and how many are below BEHIND."""
+    mean, behind = statistics.geometric_mean(ratios), sum(ratio < BEHIND for ratio in ratios)
+    return f"{mean:.3f}, worst {min(ratios):.2f}, {behind} of {len(ratios)} below {BEHIND}"
 
 
 def cpu(result: Result) -> str:
