@@ -24,6 +24,7 @@ import torch.nn.functional as functional
 from attn_core import explain
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+from attn_core.cli.tune import device_of
 from attn_core.selection import Target, refusals
 from benchmarks import tables
 from benchmarks.fit.calls import SweepCase, as_called, flops, random_calls
@@ -114,7 +115,7 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def timed(spec: AttentionSpec, by_name: bool) -> Row:
     """Times a call beside F.sdpa, eager and in a graph; ``by_name``: and each backend that can run it."""
-    call, target = Call(spec), Target.here("torch", "cuda")
+    call, target = Call(spec), Target.here("torch", device_of(None, "torch"))
     calls: Calls = {OURS: call.attention, SDPA: call.sdpa}
     if by_name:
         names = [name for name in candidates(target) if name not in SLOW and not refusals(name, spec, target)]
