@@ -213,6 +213,7 @@ def _window(size: Any) -> tuple[int, int] | None:
 
 
 def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:
+    """Returns the backends that ``implementation``, jax.nn's word, or ``backend`` requests."""
     if implementation is None:
         return backend
     if not isinstance(implementation, str) or implementation not in _IMPLEMENTATIONS:

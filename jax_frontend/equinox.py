@@ -99,6 +99,7 @@ def attend(
 
 
 def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array, process_heads: Any) -> None:
+    """Checks the layer and its arrays ``[length, features]``."""
     if not isinstance(layer, eqx.nn.MultiheadAttention):
         raise SpecError(f"layer: expected an equinox.nn.MultiheadAttention, got {type(layer).__name__}")
     if process_heads is not None and not callable(process_heads):

@@ -127,6 +127,7 @@ class Attention(LayerFields, nn.Module):
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:
+        """Returns the layer's dense modules, under the names of Flax's own layer, so that parameters fit both."""
         sizes = head_sizes(features, self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
         kinds: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         dense: Any = partial(nn.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **kinds)
@@ -155,6 +156,7 @@ class _CacheCollection(NamedTuple):
     layer: nn.Module
 
     def read(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+        """Returns the layer's cache. If it has none, creates an empty one for these shapes, and returns None."""
         layer = self.layer
         exists = layer.has_variable("cache", "cached_key")
         if not layer.is_mutable_collection("cache"):

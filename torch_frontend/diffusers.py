@@ -59,6 +59,7 @@ _register_builtin(_attention, f"aten::{NAME}")  # so that torch.jit.script compi
 
 
 def _apply() -> Callable[[], None]:
+    """Puts our function in place of torch's, and returns what takes it back."""
     before = getattr(functional, NAME)
     if before not in (_torch_attention, attention_dispatch):
         raise RuntimeError(

@@ -29,6 +29,7 @@ _DISPATCH, _NAME, _NATIVE = (
 
 
 def _apply() -> Callable[[], None]:
+    """Puts our function in place of diffusers' own, and returns what takes it back."""
     host = import_module(_DISPATCH)
     for name in (_NAME, _NATIVE):
         if not hasattr(host, name):
@@ -101,6 +102,7 @@ def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any
 def _run(
     config: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None
 ) -> Any:
+    """Runs a call on diffusers' mesh, by the strategy that its degrees of parallelism mean."""
     from torch_frontend.context_parallel.attention import context_parallel_attention  # few programs have a mesh
 
     both = config.ring_degree > 1 and config.ulysses_degree > 1

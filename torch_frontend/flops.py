@@ -63,6 +63,7 @@ def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
 def _paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
+    """Counts the two products of ``attn::paged_forward``; of a call without values, those of full tables."""
     # Without values, every sequence counts as full: as many keys as its row of the table can hold.
     capacity = table.shape[1] * k.shape[1]
     pairs = q.shape[0] * capacity

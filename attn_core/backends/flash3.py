@@ -80,6 +80,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _limits(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
+    """Yields refusals of what the launch grid or the build cannot run. An unknown build is taken for an older one."""
     without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
     if spec.dtype in without:
         yield f"dtype {spec.dtype}: {name} has none"

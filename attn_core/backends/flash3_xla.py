@@ -69,19 +69,20 @@ WIDEST = 256
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses sizes that the launch grid or a 32-bit index cannot hold."""
-    return (*kernel_limits.grid(spec, FORWARD.kernel), *_uncountable(spec))
+    return (*kernel_limits.grid(spec, FORWARD.kernel), *_too_many_sums(spec))
 
 
-def _uncountable(spec: AttentionSpec) -> Iterator[str]:
+def _too_many_sums(spec: AttentionSpec) -> Iterator[str]:
     """Yields refusals of gradients whose float32 sums the kernel would index with more than 32 bits.
 
-    The strides of a head and of a batch row are products of ints (flash_bwd_launch_template.h); of a single batch row
-    the second one is not used.
+    The sums are ``[batch, heads, rows, WIDEST]``. Their strides by head and by batch row are products of ints
+    (flash_bwd_launch_template.h); the latter is not used if there is one batch row, as in packed calls.
     """
     if not spec.needs_backward:
         return
     sides = {"q_len": (spec.q_len, spec.num_heads), "kv_len": (spec.kv_len, spec.num_kv_heads)}
     for name, (length, heads) in sides.items():
+        # Each document begins a tile of its own, and the last tile is filled up.
         rows = length + TILE * (1 + (spec.documents or 0))
         elements = rows * WIDEST * (heads if spec.batch > 1 else 1)
         if elements >= kernel_limits.COUNTABLE:

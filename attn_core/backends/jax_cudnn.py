@@ -69,6 +69,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _band_reasons(spec: AttentionSpec) -> list[str]:
+    """Returns why cuDNN cannot run the call's causal alignment or window; packed calls have reasons of their own."""
     edge = band(spec)
     if spec.packed or (edge.left is None and edge.right is None) or edge.hides_nothing(spec.q_len, spec.kv_len):
         return []

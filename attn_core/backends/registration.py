@@ -145,6 +145,7 @@ def _wrong_values(record: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_claims(member: str, support: Support) -> Iterator[tuple[str, str]]:
+    """Yields (the claim, what was expected) for each claim with a value that no call has."""
     for name, known in KNOWN.items():
         for value in getattr(support, name):
             if value not in known:
@@ -222,6 +223,7 @@ def _uses(support: Support, plain: Changes) -> Iterator[tuple[str, tuple[Changes
 
 
 def _uses_of_pages(support: Support) -> Iterator[tuple[str, tuple[Changes, ...]]]:
+    """Yields each claim about pages, and changes of the plain call that use it."""
     starts, slopes = {"paged": replace(_POOL, starts=True)}, {"alibi_shape": (2,)}
     claims: dict[str, Changes] = {"paged": {}, "paged_starts": starts, "paged_alibi": slopes}
     for claim, changes in claims.items():

@@ -168,6 +168,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    """Returns the gradients by torch's op, whose axes are ``[batch, heads, seq, dim]``."""
     import torch
 
     how = lower(spec)

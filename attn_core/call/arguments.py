@@ -134,6 +134,7 @@ def _check_devices(arrays: Arrays) -> None:
 
 
 def _check_dtypes(arrays: Arrays) -> None:
+    """Raises DTypeError for arrays whose dtypes do not fit each other, or their meaning."""
     named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
     _check_one_dtype(named["q"], named["k"], named["v"])
     # Casting would be a guess: an additive mask has 0 where a key is visible, a 0/1 mask where it is hidden.

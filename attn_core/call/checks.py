@@ -99,6 +99,11 @@ def _polarity(mask: np.ndarray, spec: AttentionSpec) -> Iterator[str]:
 
 
 def _blind_rows(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None) -> Iterator[str]:
+    """Yields a warning if rows see no key: most often a mistake in the mask.
+
+    Args:
+        tokens: the rows that belong to a document; those behind the last offset see nothing by right.
+    """
     bias = arrays.get("bias")
     names = ("mask", "cu_seqlens_q", "cu_seqlens_k", "key_ranges")
     tables = {name: arrays.get(name) for name in names}

@@ -179,8 +179,9 @@ def by_row(spec: Any) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=1024)
 def _by_row(mask: Any, score: Any, batch: Any, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+    """``by_row`` by what it depends on, because the functions of a call are the same at every step."""
     trees = [tree for tree in (mask, score) if tree is not None]
-    first, other = set[int](), set[int]()
+    first, other = set[int](), set[int]()  # the arrays that b indexes first, and all others
     for tree in trees:
         for row in tree.rows:
             is_row = [tree.rows[operand].op == "b" for operand in row.operands]
@@ -189,7 +190,7 @@ def _by_row(mask: Any, score: Any, batch: Any, shapes: tuple[tuple[int, ...], ..
                 is_row = is_row[1:]
             if any(is_row):
                 return None
-        if tree.rows[-1].op == "b":
+        if tree.rows[-1].op == "b":  # the function returns b itself
             return None
     fits = all(shapes[number][0] == batch for number in first)
     return tuple(sorted(first)) if fits and not first & other else None

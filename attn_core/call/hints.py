@@ -267,6 +267,7 @@ def meaning(word: str, ours: Sequence[str]) -> str | dict[str, str] | None:
 
 
 def _sentence(word: str, function: str, ours: Sequence[str]) -> str:
+    """Returns the error for an unknown keyword: which of ours means the same, that none does, or which one is close."""
     known = meaning(word, ours)
     if known is None:
         close = get_close_matches(word, ours, n=1)

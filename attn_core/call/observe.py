@@ -210,6 +210,12 @@ def counters(*, reset: bool = False) -> Counters:
 
 
 def _snapshot(running: dict[tuple[str, ...], int]) -> Counters:
+    """Returns the counters in the form of ``Counters``.
+
+    Args:
+        running: plan hits and copies since the last reset, which are counted elsewhere.
+    """
+
     def group(name: str, *always: str) -> dict[str, int]:
         found = {key[1]: number for key, number in _numbers.items() if key[0] == name}
         return dict.fromkeys(always, 0) | found

@@ -188,6 +188,7 @@ def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers
 
 @lru_cache(maxsize=256)
 def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
+    """``function_of``: numbers its arrays from 0 while it is traced, then as in the call."""
     at = 2 if has_ids else 0  # of the positions of queries; those of keys come next
     scalars = band.count(TRACED)
 

@@ -346,6 +346,7 @@ _WRITTEN_FIRST = (
 
 
 def _check_shapes(spec: AttentionSpec) -> None:
+    """Raises ShapeError or DTypeError for sizes of q, k and v that no call has; then checks the tables."""
     for name in ("batch", "q_len", "kv_len"):
         # A symbolic size cannot be compared with 0.
         if is_number(getattr(spec, name)) and getattr(spec, name) < 0:

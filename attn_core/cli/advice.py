@@ -403,6 +403,7 @@ def _gains(name: str, machine: Machine) -> tuple[str, ...]:
 
 
 def _advice(entry: Entry, machine: Machine, gains: tuple[str, ...]) -> Advice:
+    """Returns the advice on one package: install it next, it is optional, or avoid it because it breaks something."""
     name, brought = entry["name"], backends_of(entry["name"], machine.device)
     before = {problem.name for problem in problems(machine)}
     broken = [problem for problem in problems(machine.plus(name)) if problem.name not in before]

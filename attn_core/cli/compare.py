@@ -64,6 +64,7 @@ def compare(
 
 
 def _trial(options: SpecOptions, device: str, seed: int, time: bool) -> Trial:
+    """Returns the call of the options with random inputs."""
     if options.dropout:
         raise SpecError(
             f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
@@ -153,6 +154,7 @@ def bit_equality(rows: list[Row]) -> dict[str, bool]:
 
 
 def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str) -> Row:
+    """Runs the call on one backend, and returns what it gave or why it could not."""
     where = Target.here(framework, device)
     # Asked first, because running the call would turn a refusal into an exception.
     if reasons := refusals(name, trial.spec, where):
@@ -168,6 +170,7 @@ def _row(trial: Trial, expected: Expected | None, name: str, framework: str, dev
 
 
 def _show(trial: Trial, rows: list[Row], equal: dict[str, bool], everything: bool) -> None:
+    """Prints the call, what failed, how many backends refuse it, and a row of figures for each backend that ran."""
     console = Console()
     console.print(Text(wrapped(str(trial.spec))))
     # Before the table, which they would scroll off the screen.
@@ -277,6 +280,7 @@ def timed(
 
 
 def _show_times(trial: Trial, rows: list[TimedRow]) -> None:
+    """Prints the call, what failed or is wrong, and the times; their ratios are to the best time of the framework."""
     console = Console()
     console.print(Text(wrapped(str(replace(trial.spec, needs_backward=False)))))
     for row in rows:

@@ -271,6 +271,7 @@ def _accelerator(machine: Machine) -> str:
 
 
 def _machine(findings: Findings) -> Iterator[str]:
+    """Yields the lines about the machine, its packages, and where the order of automatic choice comes from."""
     machine, there = findings.machine, {name: text for name, text in findings.versions.items() if text is not None}
     builds = {
         "torch": "ROCm" if machine.torch_hip else _cuda(machine.torch_cuda),
@@ -334,6 +335,7 @@ def _problems(findings: Findings) -> Iterator[str]:
 
 
 def _next(findings: Findings) -> Iterator[str]:
+    """Yields the lines of advice: what to install next, what is optional, and what to leave."""
     levels: dict[str, list[Advice]] = {"next": [], "optional": [], "avoid": []}
     for advice in findings.advice:
         levels[advice.level].append(advice)

@@ -94,6 +94,7 @@ def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 
 
 def _jax_nn(spec: AttentionSpec, implementation: str, arrays: dict[str, Any]) -> Any:
+    """Runs jax.nn's own attention, as a program without this package would call it."""
     import jax
 
     left, right = spec.window

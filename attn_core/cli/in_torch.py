@@ -124,6 +124,7 @@ def _sees_all(spec: AttentionSpec) -> bool:
 
 
 def _sdpa(spec: AttentionSpec, tensors: dict[str, Any]) -> Callable[[], Any]:
+    """Returns a call of torch's own attention, as a program without this package would make it."""
     import torch.nn.functional as F
 
     dense = tensors["bias"] if tensors["mask"] is None else tensors["mask"]

@@ -201,6 +201,7 @@ def _queue(call: Calls, name: str, count: int) -> Queue:
 
 
 def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
+    """Returns the largest difference of results, relative to the largest number of each reference."""
     if results is reference:
         return 0.0
     gaps = (
@@ -212,6 +213,7 @@ def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
 
 
 def _check_device(call: Calls, name: str) -> None:
+    """Raises DeviceLostError if a backend has broken the GPU for this process: every later time would be wrong."""
     if not call.cuda_events:
         return
     import torch

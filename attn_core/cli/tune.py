@@ -189,6 +189,11 @@ def grid(device: str) -> list[tuple[AttentionSpec, tuple[int, ...] | None]]:
 
 
 def _call(device: str, batch: int, tokens: int, variant: dict[str, Any]) -> tuple[AttentionSpec, Any]:
+    """Returns the spec of a measured call, and the lengths of its documents, None for a dense one.
+
+    Args:
+        variant: the keywords of a spec that differ from plain attention; dtype "other" is the second one of a device.
+    """
     heads, width, other = (8, 64, "bfloat16") if device == "cpu" else (16, 128, "float32")
     options: dict[str, Any] = {"batch": batch, "q_len": tokens, "kv_len": tokens, "dtype": defaults_on(device).dtype}
     options |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": width, "value_dim": width} | variant

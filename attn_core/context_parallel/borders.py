@@ -60,6 +60,7 @@ def number_within(tiles: Tiles, border: Border) -> Tiles:
 
 
 def _numbered(tile: Tile, border: Border) -> Tile:
+    """Returns a tile whose keys count from the front of the border: they move by the gaps of the border before them."""
     # Each segment lies in one range, because ranges are unions of segments. So only its distance to the front changes,
     # and its window, which counts from its own last key, stays.
     segments = []

@@ -155,6 +155,7 @@ def find(
 def _chosen(
     spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | None:
+    """``choose``, by the values of the ranges."""
     for names in [None] if requested is None else [(name,) for name in requested]:
         if names is not None and not refusals(names[0], spec, target):
             return None
@@ -170,6 +171,7 @@ def _content(key_ranges: np.ndarray) -> tuple[bytes, ...]:
 
 
 def _is_worth_it(found: Tiled, spec: AttentionSpec, target: Target) -> bool:
+    """Returns whether parts pay for their kernel calls: on kernels without key ranges, or by pairs that math leaves."""
     pairs = sum(found.call.plan.pairs)
     if pairs < FEWEST_PAIRS.get(target.kind, 1):
         return False
@@ -195,6 +197,12 @@ def tiled(
 def _tiled(
     spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | str:
+    """Returns the call in tiles, each with a band instead of key ranges; or why there is none.
+
+    Args:
+        content: of ``_content``; one entry if all batch rows have the same ranges.
+        count: the ranges of each key.
+    """
     edges = ranges.edges_of(spec)
     why = f"its key_ranges are not a few bands: they would take more than {ranges.MOST_TILES} kernel calls"
     best: Tiled | None = None

@@ -130,6 +130,7 @@ class Expected:
         return Accuracy(tuple(self._compare(name, result) for name, result in results.items()))
 
     def _compare(self, name: str, result: Any) -> Quantity:
+        """Returns the largest error of a result, and the largest share of its bound that an error uses."""
         truth, bound = self.truth[name], self.bound[name]
         if result is None or np.shape(result) != truth.shape:
             shape = None if result is None else list(np.shape(result))

@@ -136,10 +136,11 @@ _LATER = ("training", "is_causal")
 """Fields that contexts of the host's older releases lack."""
 
 _SIZES = {"config": ("n_kv_heads", "n_groups"), "context": ("bsz", "q_len", "kv_seq_len", "n_heads", "head_dim")}
+"""The fields that must be ints."""
 
 
 def check_fields(config: AttentionConfig, context: AttentionContext) -> None:
-    """Raises SpecError for arguments without the fields of ours, or with sizes that are no numbers."""
+    """Raises SpecError for arguments that lack a field of our classes, or whose sizes are no ints."""
     for name, given, kind in (("config", config, AttentionConfig), ("context", context, AttentionContext)):
         if type(given) is not kind:  # the host passes classes of its own
             needed = [each.name for each in fields(kind) if each.name not in _LATER]
@@ -332,6 +333,7 @@ def read_block_mask(mask: Any, where: str, context: AttentionContext) -> BlockMa
 
 
 def _blocks(mask: Any, shown: str, top_left: bool, context: AttentionContext) -> SeqInfo | None:
+    """Returns the documents of a block-diagonal mask of xFormers; None if its blocks are the rows of the batch."""
     sides = (mask.q_seqinfo, mask.k_seqinfo)
     starts, key_starts = (list(side.seqstart_py) for side in sides)
     lengths = context.q_len, context.kv_seq_len
@@ -446,6 +448,7 @@ def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
 
 
 def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
+    """Reads config and context, in which several fields may say the same thing. A contradiction raises SpecError."""
     if not isinstance(config.backend, str) or config.backend not in FAMILIES:
         raise SpecError(f"config.backend={shown(config.backend)}: expected one of {', '.join(FAMILIES)}")
     if context.sliding_window is not None and not is_host_int(context.sliding_window):

@@ -150,6 +150,11 @@ def rounding(tree: Expression, tanh_error: float = 0.0) -> Expression:
 
 
 def _of_node(node: Expression, errors: list[Expression], more: Expression) -> Expression:
+    """Returns the error of one node: what rounding adds, and its operands' errors times their slopes.
+
+    Args:
+        errors: those of the operands. more: what the node adds beyond rounding its result once.
+    """
     if node.op == "where":  # by branch: the other one may be infinite
         return build("where", node.operands[0], *errors[1:])
     total = ZERO if node.op in _EXACT else build("abs", node)

@@ -196,6 +196,8 @@ def or_masks(*masks: Mask) -> Mask:
 
 
 def _joined(masks: tuple[Mask, ...], without: bool, join: Callable[[Any, Any], Any]) -> Mask:
+    """Returns masks joined by an operation; without any of them the result is ``without``."""
+
     def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
         result: Any = without
         for each in masks:

@@ -15,6 +15,7 @@ from attn_core.expressions.tree import Expression, Kind
 
 
 def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
+    """Returns JAX's vocabulary. rows: the batch rows of a sharded or mapped call, see ``_read``."""
     import jax
     import jax.numpy as jnp
 

@@ -158,6 +158,7 @@ def _as_text(step: Step, base_2: bool) -> _TextStep:
 
 
 def _as_step(row: _TextStep) -> Step:
+    """Returns the step that ``_as_text`` wrote."""
     value: Any = None
     if row.op == "lookup" or (row.op == "constant" and row.kind == "int"):
         value = int(row.value)

@@ -131,6 +131,7 @@ def intervals(tree: Expression, ranges: Mapping[str, tuple[int, int]] | None = N
 
 
 def _bounds(row: Row, operands: list[Interval], rows: Any, leaves: Mapping[str, Interval]) -> Interval | None:
+    """Returns the bounds of one row of a tree from those of its operands; None if nothing is known."""
     if row.op in leaves:
         return leaves[row.op]
     if row.op == "constant" and row.value is not None:

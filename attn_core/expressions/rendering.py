@@ -198,12 +198,15 @@ def places_read(
 
 
 def _all_inside(step: Step, indices: list[Any], shape: tuple[Any, ...], vocabulary: Vocabulary) -> list[Any]:
+    """Returns the indices of a lookup, one for each axis, moved into the array.
+
+    Negative ones count from the end, as in Python. Then all are clamped, so that no lookup reads beside its array.
+    """
     inside = []
     for axis, size in enumerate(shape):
-        place = step.constants[axis]
-        if place is not None and isinstance(size, int):  # not a size that jax.export leaves open
-            place = min(max(place + size if place < 0 else place, 0), size - 1)
-            inside.append(place)
+        constant = step.constants[axis]
+        if constant is not None and isinstance(size, int):  # not a size that jax.export leaves open
+            inside.append(min(max(constant + size if constant < 0 else constant, 0), size - 1))
         elif indices[axis] is vocabulary.rows and size == vocabulary.rows.shape[0]:
             inside.append(indices[axis])  # the object that was passed, by which ``read`` knows it
         else:
@@ -218,6 +221,7 @@ def _read(step: Step, array: Any, indices: list[Any], vocabulary: Vocabulary) ->
 
 
 def _inside(index: Any, size: int, may_be_negative: bool, vocabulary: Vocabulary) -> Any:
+    """Returns an index that is computed by the vocabulary, moved into an axis as ``_all_inside`` says."""
     functions, last = vocabulary.functions, vocabulary.constant(size - 1, "int")
     if may_be_negative:
         zero = vocabulary.constant(0, "int")

@@ -420,6 +420,7 @@ class Array(Operand):
         return Expression("lookup", self.kind, self.indices + places, self.number)
 
     def _place(self, index: Any, axis: int) -> Expression:
+        """Returns an index of an array as an expression; refuses what is no int, and a constant that is outside."""
         if isinstance(index, slice) or index is None or index is Ellipsis or isinstance(index, (list, tuple)):
             raise Refused(f"the index {shown(index)} of {self}: indices are ints or symbols, no slices")
         place = self.recorder.tree(index)

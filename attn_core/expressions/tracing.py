@@ -78,6 +78,11 @@ def trace_score(function: Callable[..., Any], aux: Sequence[Any] = (), name: str
 
 
 def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tuple[str, ...]) -> TracedFunction:
+    """Runs a function on symbols, and returns the tree of what it did. Its mistakes become an ExpressionError.
+
+    Args:
+        before: the leaves that come before the indices: the score, for a score function.
+    """
     parameters = ", ".join((*before, *INDICES))
     if not callable(function):
         raise ExpressionError(f"{name}: expected a function of ({parameters}, *aux), got {shown(function)}")
@@ -107,6 +112,7 @@ def _argument(recorder: Recorder, number: int, array: Any) -> Any:
 
 
 def _check_parameters(name: str, function: Any, arguments: list[Any], expected: str) -> None:
+    """Raises an error about a function's parameters, if the call that failed did not fit them."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function in C
@@ -121,6 +127,7 @@ def _check_parameters(name: str, function: Any, arguments: list[Any], expected: 
 
 
 def _result(recorder: Recorder, result: Any, kind: Kind) -> Expression:
+    """Returns the expression of what a function returned; refuses another kind."""
     tree = None
     if isinstance(result, (Operand, bool, int, float)) or getattr(result, "shape", None) == ():
         tree = recorder.tree(result)

@@ -126,6 +126,7 @@ class PageContents:
         return True
 
     def _page_of(self, chain: Chain) -> int | None:
+        # Several pages may have equal content. One that was dropped and filled again belongs to another chain.
         return next((page for page in chain.pages if self._chain_of.get(page) is chain), None)
 
     def _drop(self, chain: Chain) -> None:
@@ -407,14 +408,15 @@ class PageAllocator:
         for name, tokens_of in tokens.items():
             held = self._held.get(name) or self._known(name)  # which raises the error
             count, pages, length, copies = self._count(tokens_of), held.pages, held.length, False
-            if count and length % size:
+            if count and length % size:  # the last page has room, so the new tokens begin in it
                 last = pages[-1]
                 # When all other sequences have copied a shared page, its last one writes to the page itself.
                 copies = self._holders[last] - copied.get(last, 0) > 1
                 copied[last] = copied.get(last, 0) + copies
                 (source if copies else overwritten).append(last)
-            more = copies - (-(length + count) // size) - len(pages)
+            more = copies - (-(length + count) // size) - len(pages)  # the pages of all tokens, rounded up
             if more:
+                # With too few free pages these are fewer than ``more``; the caller compares ``needed``.
                 new = list(itertools.islice(free, more))
                 target += new[:copies]
                 pages = (*pages[: len(pages) - copies], *new)
@@ -527,6 +529,7 @@ class PageAllocator:
         chain, pages, most = self._find(tokens, salt, left=1)
         found = len(pages) * self.page_size
         self._commit({name: self._started(pages, found, chain)}, shared=pages)
+        # After the change, so that one that was interrupted counts nothing.
         self._hits += len(pages)
         self._misses += most - len(pages)
         return found
@@ -643,7 +646,7 @@ class PageAllocator:
     def _recount(self) -> None:
         """Counts all pages anew from the records, after a change that was interrupted anywhere."""
         for name in self._held.keys() & self._swapped.keys():
-            del self._swapped[name]
+            del self._swapped[name]  # it is still in the pool, or in it again
         holders = [0] * self.num_pages
         for page in [page for held in self._held.values() for page in held.pages]:
             holders[page] += 1
@@ -664,6 +667,7 @@ class PageAllocator:
         self._holders[page] -= 1
         if self._holders[page]:
             return False
+        # Taken next if nobody can find its content, last if somebody can: as a cache drops the oldest entry first.
         self._free[page] = None
         self._free.move_to_end(page, last=page in self._contents)
         return True

@@ -318,6 +318,7 @@ def _faults(selection: Selection) -> list[str]:
 
 
 def _because(selection: Selection) -> str:
+    """Returns why the chosen backend is the choice."""
     if selection.requested is not None:
         names = ", ".join(selection.requested)
         why = "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"

@@ -334,9 +334,9 @@ class Models:
     def __init__(self, models: Sequence[Model], multiples: Sequence[float]) -> None:
         """Stacks the models. The rates of each are multiplied by its number in ``multiples``."""
         rates = np.array([model.rates for model in models]).reshape(len(models), len(RATES))
-        self._base = rates + np.log(np.array(multiples)).reshape(len(models), 1)
+        self._base = rates + np.log(np.array(multiples)).reshape(len(models), 1)  # [models, RATES], logarithms
         names = list(EFFECTS)
-        effects = np.zeros((len(EFFECTS), len(models), len(RATES)))
+        effects = np.zeros((len(EFFECTS), len(models), len(RATES)))  # logarithms, too
         for number, (_, name, places) in enumerate(FACTORS):
             values = np.array([model.factors[number] for model in models])
             effects[names.index(name)][:, places] += values[:, None]
@@ -346,6 +346,7 @@ class Models:
         """Returns each model's rates for a kind of call, in microseconds, in the order of RATES."""
         effects = self._effects[[place for place, applies in enumerate(EFFECTS.values()) if applies(kind)]]
         logarithms = self._base + effects.sum(0)
+        # Column 0 is the host, whose effects add up instead of multiplying.
         logarithms[:, 0] = self._base[:, 0] + np.log(host_multiple(effects[:, :, 0].T))
         rates: list[list[float]] = np.exp(logarithms).tolist()
         return rates

@@ -78,6 +78,7 @@ def runs_packed(
 
 @from_records(maxsize=1024)
 def _runs_packed(arrays: Arrays, options: Options, target: Target, names: tuple[str, ...] | None) -> bool:
+    """Returns whether selection chooses a backend ``for_cache_rows`` for the call as packed documents."""
     (batch, q_len), kv_len = arrays.q.shape[:2], arrays.k.shape[1]
     offsets = ArrayFacts((2 * batch + 2,), "int32", arrays.q.device)
     packed = [facts._replace(shape=(prod(facts.shape[:2]), *facts.shape[2:])) for facts in arrays[:3]]

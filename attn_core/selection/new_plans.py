@@ -62,6 +62,7 @@ def dropped(name: str, size: int) -> None:
 
 
 def _record(spec: AttentionSpec, target: Target, requested: Names, backend: str, fell_back: bool) -> None:
+    """Tells the observers which backend a new plan has, by what it was chosen, and which ones before it refused."""
     selection = Selection(spec, target, requested, backend)
     names = selection.considered
     refused = {name: list(selection.reasons(name)) for name in names[: names.index(backend)]}

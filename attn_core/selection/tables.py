@@ -156,6 +156,7 @@ def table_of(raw: dict[str, Any], path: str = "") -> Table:
 
 
 def _model(content: dict[str, Any]) -> Model:
+    """Reads the parameters of one backend in one direction. Raises ValueError for what cannot be right."""
     factors = {(group, name): value for group, named in content["factors"].items() for name, value in named.items()}
     known = [(group, name) for group, name, _ in FACTORS]
     if unknown := factors.keys() - set(known):

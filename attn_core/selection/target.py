@@ -223,6 +223,7 @@ def availability(framework: str, device: str) -> dict[str, Availability]:
 
 
 def _availability(name: str, framework: str, device: str) -> Availability:
+    """Returns the availability of one backend; of several reasons against it the first one here."""
     kind = backends.kind_of(device)
     backend = backends.load(name, kind)
     unreached = out_of_reach(framework, device, backend.framework)

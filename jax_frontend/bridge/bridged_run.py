@@ -83,6 +83,7 @@ def _with_head_start(run_call: Run) -> Run:
 
 
 def _forward(call: BridgedCall, record: Any) -> Run:
+    """Returns what runs a forward on XLA's buffers; ``values`` are the operands, then the results in their order."""
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
     kernel, with_lse, writes, checked = record.forward, call.with_lse, bool(record.writes_into), call.checked
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
@@ -99,6 +100,7 @@ def _forward(call: BridgedCall, record: Any) -> Run:
             _fill(out_buffer, lse_buffer)
         if with_maximum is not None:
             out, lse, top = with_maximum(spec, inputs)
+            # Behind out, and behind lse if that is a result.
             _copy("row_maximum", top, values[count + 1 + with_lse])
         else:
             out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
@@ -143,6 +145,7 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
 
 
 def _backward(call: BridgedCall, record: Any) -> Run:
+    """Returns what runs a backward; ``values`` are the operands, what the forward saved, and the gradients."""
     count, results = len(call.operands), len(call.names)
     gather, writes, as_one = inputs_builder(call.operands), bool(record.writes_into), call.operands[0] == "qkv"
     names = call.gradients
@@ -165,6 +168,7 @@ def _backward(call: BridgedCall, record: Any) -> Run:
 
 
 def _jvp(call: BridgedCall, record: Any) -> Run:
+    """Returns what computes tangents; ``values`` are the operands, their tangents, and the tangents of the results."""
     count, results = len(call.operands), len(call.names)
     jvp, gather, writes = record.forward_mode.jvp, inputs_builder(call.operands), bool(record.writes_into)
 
@@ -213,6 +217,7 @@ class _StepRunner:
         step.attend(part_step, q, values[1 : self._keys_end], (out, lse), scratch)
 
     def _part(self, values: tuple[Any, ...]) -> int:
+        """Returns the part of a row that the device of XLA's values computes."""
         if self.step.call.plan.outer == 1:
             return 0
         if self._parts is None:

@@ -81,6 +81,7 @@ def _of_backend(call: BridgedCall) -> Program | None:
 
 
 def _program(call: BridgedCall) -> Any:
+    """Returns the kernels that the backend recorded for a call."""
     kernels = _of_backend(call)
     assert kernels is not None, "a call without static reasons has a program"
     if call.direction == "row_maximum":

@@ -142,6 +142,7 @@ def _target(direction: str) -> str:
 
 @cached_once
 def _register_targets() -> None:
+    """Registers the callback lane with XLA: a target for each direction and platform. A token says which call it is."""
     import jax_tvm_ffi
     import torch
     import tvm_ffi

@@ -230,6 +230,7 @@ def _entry(names: Any) -> tuple[str, ...]:
 
 
 def _names(axis_name: Any, mesh: Any) -> tuple[str, ...]:
+    """Returns the one or two mesh axes that a row is spread over."""
     if axis_name is None:
         if len(mesh.axis_names) != 1:
             raise SpecError(

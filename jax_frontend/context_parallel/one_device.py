@@ -124,6 +124,7 @@ def rows_are_here(batch: int) -> bool:
 # Jitted, because an eager call would run every merge operation by operation.
 @partial(jax.jit, static_argnums=0, inline=True)
 def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    """Runs the tiles of a call. Batch rows lie end to end meanwhile, because the plan of tiles is that of one row."""
     batch, tokens = q.shape[:2]
     if call.forward.rows > 1:
         q, k, v = (array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v))

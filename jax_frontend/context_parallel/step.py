@@ -115,6 +115,12 @@ def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJ
 def _lower_for_gpu(
     ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: tuple[Any, Any], program: ClosedJaxpr
 ) -> Any:
+    """Lowers a step to the bridge if its kernels are on this GPU, else to the program that runs part by part.
+
+    Args:
+        axis: the mesh axis of the parts; None if there is one part.
+        program: the same step in operations of JAX.
+    """
     here = not _is_exported(ctx) and runs_on(call, "cuda")
     if here and axis is None:  # every device has the only part
         return _lower_callback(ctx, *operands, call=call, program=program)

@@ -194,6 +194,7 @@ Index = tuple[np.ndarray, np.ndarray]
 
 
 def _tile_gradients(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: WholeRows) -> Gradients:
+    """Returns the gradients of a tile's q, k and v. By the lse of whole rows, weights are those of the whole call."""
     packed = plan.spec.packed
 
     def take_rows(array: Any, axis: int) -> Any:

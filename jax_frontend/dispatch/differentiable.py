@@ -96,6 +96,7 @@ class Derivative(NamedTuple):
         return self._tangent(plan.with_tangents(self.call_plan, again=True), arrays)
 
     def _tangent(self, call_plan: plan.Plan, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns the tangents of the results: by JAX, or for a kernel of torch by its own forward mode."""
         inputs, _, _ = self._split(arrays)
         moving = dict(zip(self.moving, arrays[len(self.names) :], strict=True))
         if not speaks_jax(call_plan):
@@ -108,6 +109,7 @@ class Derivative(NamedTuple):
         return jax.jvp(forward, (primals,), (moving,))[1]  # type: ignore[no-any-return]
 
     def _by_kernel(self, call_plan: plan.Plan, inputs: Inputs, moving: dict[str, Array]) -> tuple[Array, ...]:
+        """Returns the tangents of the results by the primitive ``attn_jvp``."""
         if call_plan.as_one:  # [..., tokens, 3, heads, head_dim] -> three arrays
             call_plan = call_plan._replace(as_one=False)
             inputs = inputs._replace(**_apart(inputs.q))

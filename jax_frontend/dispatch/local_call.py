@@ -90,6 +90,7 @@ def run(call: BridgedCall, *operands: Any) -> list[Any]:
 
 
 def _run(call: BridgedCall, *operands: Any) -> list[Any]:
+    """Runs a call on the arrays of one device, by a backend of JAX or through the bridge; checks what it returns."""
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
     record: Any = backends.load(call.backend, backends.kind_of(call.device))
@@ -114,6 +115,7 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
 
 
 def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[Any]:
+    """Returns the results of a forward: out, and if the call wants them lse and the largest logits."""
     if not call.with_maximum:
         return list(record.forward(call.spec, inputs)[: 1 + call.with_lse])
     with_maximum = record.forward_with_maximum(call.spec)
@@ -121,6 +123,7 @@ def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[Any]:
         *results, top = with_maximum(call.spec, inputs)
     else:  # planned for another backend, on another platform
         results = record.forward(call.spec, inputs)
+        # A pass over q and k. Its spec has no values, for which the keys stand.
         alone = inputs._replace(v=inputs.k, sinks=None, rng=None)
         top = record.row_maximum.function(row_maximum.spec_of(call.spec), alone)
     return [*results[: 1 + call.with_lse], top]
@@ -188,6 +191,7 @@ def run_anywhere(call: BridgedCall, requested: Names, *operands: Any) -> list[An
     """
     if speaks_jax(call):
         return run(call, *operands)
+    # The program goes along as a parameter of the primitive, because only lowering knows the platform.
     program = _bridged(call).trace(*operands).jaxpr
     return bridged_p.bind(*operands, call=call, requested=requested, program=program)  # type: ignore[no-any-return]
 
@@ -257,7 +261,7 @@ def splittable(whole: Any) -> Any:
 def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
     if runs_on(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)
-    else:
+    else:  # planned for a GPU, say, and lowered for a CPU
         # The lowering for all other platforms has no name of its own; the context has it.
         function = _xla_function(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)

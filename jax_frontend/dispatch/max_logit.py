@@ -35,6 +35,7 @@ def by_a_pass(call_plan: plan.Plan, operands: Inputs) -> Array:
     """
     choice = _choice(call_plan.spec, call_plan.device)
     spec, backend = choice.spec, row_maximum.noted(choice)
+    # Values, sinks and dropout change no logit. Backends expect some values, so the keys stand for them.
     operands = operands._replace(v=operands.k, sinks=None, rng=None)
     names, arrays = local_call.present_operands(jax.tree.map(jax.lax.stop_gradient, operands), False)
     call = MappedCall(BridgedCall("row_maximum", backend, call_plan.device, spec, names))
@@ -42,7 +43,7 @@ def by_a_pass(call_plan: plan.Plan, operands: Inputs) -> Array:
         (rows,) = partitioning.run_under_auto_axes(partial(local_call.empty_results, call.call), call, arrays)
     else:
         (rows,) = ops.run_call(row_maximum_p, call, arrays)
-    if spec.packed and not local_call.speaks_jax(call.call):
+    if spec.packed and not local_call.speaks_jax(call.call):  # XLA's own operations compute every row
         rows = within_documents(spec, rows, operands.cu_seqlens_q)
     return of_rows(rows)
 

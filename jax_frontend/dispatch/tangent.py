@@ -103,6 +103,7 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], *, linear: Line
 def _batch(
     arrays: Sequence[Any], axes: Sequence[int | None], *, linear: Linear, count: int
 ) -> tuple[list[Any], list[int]]:
+    """The rule for vmap: the primitive with a derivative that maps the inner one, so it can be transposed again."""
     size, front, mapped = mapped_first(arrays, axes)
     # Tangents and the residuals of their types must all have the mapped axis: a result's type comes from its residual.
     for at in {*linear.results, *range(count, len(front))}:

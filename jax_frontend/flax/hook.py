@@ -190,6 +190,7 @@ attention_fn = AttentionFn
 
 
 def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    """Returns the batch axes, which all three arrays must have in common."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:
             raise ShapeError(f"{name}: expected [batch..., length, heads, head_dim], got {list(array.shape)}")

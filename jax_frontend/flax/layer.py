@@ -244,6 +244,7 @@ def row_positions(name: str, positions: Any, batch: tuple[int, ...], length: int
 
 
 def _fold_slopes(slopes: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Returns slopes with one batch axis in place of the layer's; slopes of heads alone stay."""
     if slopes.ndim == 1:
         return slopes
     if slopes.shape[:-1] != batch:

@@ -157,6 +157,7 @@ def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
+    """Runs a planned call on pages. Offsets that nobody could check are clamped first."""
     spec = call_plan.spec
     unchecked = inputs.cu_seqlens_q is not None and call_plan.device != "cpu"
     if unchecked:

@@ -174,6 +174,7 @@ def _specs(call: _Call, split: Split) -> Any:
 
 
 def _run(call: _Call, arrays: dict[str, Array]) -> Any:
+    """Runs a call on a cache with lengths: as packed documents, or as a pool in which each row is a page."""
     q, k, v = (arrays[name] for name in "qkv")
     batch, count = q.shape[:2]
     options = call.keywords(arrays)

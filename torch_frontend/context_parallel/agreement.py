@@ -81,6 +81,7 @@ def prepare_together(request: Request, *, compiled: bool = False) -> SharedCall:
 # A small cache, because a plan holds tensors on the device. Process groups may be made again with the same names.
 @lru_cache(maxsize=64)
 def _share(request: Request, compiled: bool, meeting: Meeting | None, axes: tuple[RankAxis, ...]) -> SharedCall:
+    """Plans a call once, and writes down by which text the ranks compare it."""
     try:
         plan = prepare(request)
     except Exception as error:
@@ -508,6 +509,7 @@ def _start_watcher(meeting: Meeting, store: Any, seconds: float) -> None:
 
 
 def _watch(meeting: ref[Meeting], store: Any, seconds: float, ended: Event) -> None:
+    """Answers other ranks' questions until the group of processes or the meeting ends, which it does not keep alive."""
     question = 1
     while not ended.wait(seconds) and dist.is_initialized():
         found = meeting()

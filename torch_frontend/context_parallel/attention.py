@@ -235,6 +235,7 @@ def to_local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
 
 
 def _checked_local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
+    """Returns this rank's part of a DTensor whose positions are split over the row's axes, and over no others."""
     if not isinstance(tensor, DTensor):
         raise SpecError(f"{name}: expected a DTensor, as the others of q, k and v are")
     axes, row_axes = _axes(name, tensor, mesh)

@@ -68,6 +68,7 @@ class Keys:
         return arrived
 
     def _ring(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
+        """Yields the steps of a ring and their keys. The next block travels while the caller computes with this one."""
         steps = self._plan.steps
         moves = [at for at, (step, _) in enumerate(steps) if step.moves]
         pending = self._send(steps[0][0])

@@ -40,6 +40,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _run_after(self, loader: Any) -> None:
+        """Makes a loader run the action after its module."""
         run_module = loader.exec_module
 
         def exec_module(module: Any) -> None:

@@ -64,15 +64,18 @@ def tangents_of(how: OpOptions, moved: Inputs) -> tuple[Tangents, OpOptions]:
 
 
 def _jvp_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes the tangents of out and lse: the body of ``attn::jvp``. Without a tangent they are 0."""
     inputs, how = ops.complete(JVP.call_of(arguments))
     inputs, tangents = ops.with_ranges_on_device(inputs), Tangents(*arguments[: len(JVP.own)])
     requested, switches = requested_now(how.backend)
+    # An op has no option of its own for the arrays with tangents; ``tangents_of`` put their numbers here.
     options, arrays = how.options._replace(aux_gradients=()), how.options.aux_gradients
     call_plan = plan_of(plan.metadata(inputs), options, requested, switches, arrays)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
     if call_plan.function is None or all(each is None for each in tangents):
         dout, dlse = ops.results_like(inputs)
         return dout.zero_(), dlse.zero_()
+    # Tangents in the forms that ``as_backends_take`` gives to their tensors.
     if call_plan.one_row:
         dq, dk, dv = (None if each is None else each[0] for each in (tangents.dq, tangents.dk, tangents.dv))
         tangents = tangents._replace(dq=dq, dk=dk, dv=dv)

@@ -156,12 +156,15 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         if not torch.compiler.is_compiling():
+            # The op checks, too, but only when it runs: perhaps in a graph, far from the line with the mistake.
             plan.check(in_parts.metadata(inputs), options)
         names = join_names(requested_names(backend), sdpa_flags.now())
         plain = OpOptions(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     call_plan, inputs = _resolve(inputs, options, needs_backward, bias_gradient, backend)
+    # Around the backend's functions, each only if somebody asked for it: ranges of the profiler, the capture of the
+    # largest logits, and checks of values.
     call_plan = in_ranges(call_plan)
     call_plan = in_checks(call_plan if capture is None else capture.of(call_plan, inputs.q.device))
     run_plan.check_host_values(call_plan.spec, inputs)

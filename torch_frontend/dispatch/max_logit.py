@@ -46,7 +46,7 @@ class Capture:
         own = None if call_plan.in_parts else backends.load(call_plan.backend, backends.kind_of(str(device)))
         function = own and own.forward_with_maximum(call_plan.spec)
         if not function:
-            return call_plan
+            return call_plan  # ``max_logit`` stays None, and the caller makes a pass
         run = in_range_if_on(on_device(function, device), call_plan.backend, "forward")
 
         def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -54,6 +54,7 @@ class Capture:
             self.max_logit = rows.amax(-1)
             return out, lse
 
+        # Without the shortcut, which would run in the place of this forward. It takes no buffers.
         return call_plan._replace(forward=forward, shortcut=None, writes_into=False)
 
 

@@ -63,23 +63,35 @@ def with_ranges_on_device(inputs: Inputs) -> Inputs:
 
 
 def _op_plan(inputs: Inputs, how: OpOptions, chosen: Tensor | None = None) -> tuple[Plan, Inputs]:
-    """Plans a call, with ``chosen`` on the backend that the forward chose; returns the inputs that the plan takes."""
+    """Plans a call for the body of an op; returns the inputs that the plan takes, too.
+
+    Args:
+        chosen: in the backward, the forward's third result, see ``_chosen``; None in the forward, which chooses.
+    """
+    name, as_parts = (None, False) if chosen is None else _chosen_backend(int(chosen))
     requested, switches = requested_now(how.backend)
     rest = how.options, how.needs_backward, how.bias_gradient
-    number = -1 if chosen is None else int(chosen)
-    name = names()[number % len(names())]
     # The backward runs on its forward's backend, even if use_backend or sdpa_kernel names another one by then.
-    if 0 <= number < len(names()):
+    if name is not None and not as_parts:
         inputs = with_ranges_on_device(inputs)
         return in_ranges(plan(metadata(inputs), *rest, (name,), None)), inputs
     arguments = in_parts.metadata(inputs), *rest, requested, switches
-    call_plan, inputs = in_parts.resolve(arguments, inputs, None if chosen is None else name)
+    call_plan, inputs = in_parts.resolve(arguments, inputs, name)
     return in_ranges(call_plan), inputs
 
 
 def _chosen(call_plan: Plan) -> Tensor:
-    """Returns the number of a plan's backend, as ``_op_plan`` reads it; numbers from ``len(names())`` on mean parts."""
+    """Returns what ran a forward as one number on the CPU, because the results of an op are tensors.
+
+    It is the place of the plan's backend in ``names()``, plus their number if the plan runs in parts.
+    """
     return torch.tensor(names().index(call_plan.backend) + len(names()) * call_plan.in_parts, device="cpu")
+
+
+def _chosen_backend(number: int) -> tuple[str, bool]:
+    """Returns the backend's name, and whether it ran in parts; the inverse of ``_chosen``."""
+    as_parts, place = divmod(number, len(names()))
+    return names()[place], bool(as_parts)
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -101,6 +101,7 @@ def plan(
     new_plans.evicted(plan)
     selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
+    # A caller who names cuDNN, or leaves it alone by torch's flags, decides about its plans himself.
     if selection.requested is None and switches is None:
         note_cudnn_shape(selection.spec, selection.backend or "")
     spec = selection.spec
@@ -118,7 +119,7 @@ def plan_on(
     one_row: bool,
 ) -> Plan:
     """Returns the plan of a call on the chosen backend."""
-    if spec.empty:
+    if spec.empty:  # nothing to compute, and kernels refuse sizes of 0
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
     record = backends.load(name, target.kind)
     shortcut = _with_four_axes(record.shortcut_of(spec), mask, bias)

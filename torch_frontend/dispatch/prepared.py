@@ -131,6 +131,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
     if is_observed():
         return None
     try:
+        # A subclass may change what an operation means, so it takes the general path.
         if not (type(q) is type(k) is type(v) is Tensor or {type(q), type(k), type(v)} <= _KINDS):
             return None
         trains, needs = layer_trains(), 0
@@ -175,7 +176,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
             return None
     except Exception:  # the general path raises the error again, or the one that comes before it
         return None
-    if profiler._is_profiler_enabled or _ranges():
+    if profiler._is_profiler_enabled or _ranges():  # no part of the key: one preparation serves both ways to run
         return prepared.in_ranges()
     return prepared.run
 

@@ -72,8 +72,10 @@ def limited(target: Target, switches: Switches | None) -> Target:
 
 @from_records(maxsize=64)
 def _limited(target: Target, switches: Switches) -> Target:
+    """``limited``, by the flags."""
     kinds = {backend: kind for kind, backend in BACKENDS.items()}
     excluded = []
+    # A flag switches one kernel off. A block ``sdpa_kernel(...)`` switches off all that it does not list, ours, too.
     for name in backends.names():
         kind = kinds.get(name)
         if kind is None and not switches.others and backends.load(name, target.kind).framework == "torch":

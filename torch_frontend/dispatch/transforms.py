@@ -39,6 +39,7 @@ def traced(inputs: Inputs, how: OpOptions) -> tuple[Tensor, Tensor]:
 
 
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
+    """Runs the op ``attn::forward`` under torch.func's transforms, with the gradients that they will ask for."""
     inputs, how = from_call(call)
     # A transform's gradient is invisible in requires_grad of the innermost tensor, so look through all levels.
     recorded = torch.is_grad_enabled()

@@ -67,6 +67,7 @@ def _complete(
     The extra documents with queries come before those with keys. On the other side they repeat the last given offset.
     The extra ends of a side are ``first + n * step``.
     """
+    # Program 0 is the side of queries, program 1 that of keys.
     offsets = queries
     safe = safe_q
     tokens = tokens_q
@@ -82,12 +83,13 @@ def _complete(
         step = step_k
         ends_from = given + extra_q
         ends_to = given + extra_q + extra_k
-    largest = tl.program_id(0) * 0
+    largest = tl.program_id(0) * 0  # a 0 that is no constant, because the loop changes it
     last = tl.load(offsets + given - 1)
     for begin in range(0, given + extra_q + extra_k, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(offsets + at, mask=at < given, other=0)
         is_end = (at >= ends_from) & (at < ends_to)
+        # By place: a given offset, the end of an extra document of this side, or the last offset again.
         value = tl.where(at < given, value, tl.where(is_end, first + (at - ends_from) * step, last))
         value = tl.where(at == 0, 0, tl.minimum(tl.maximum(value, 0), tokens))
         # Documents never decrease: each offset is at least the largest before it.
@@ -138,6 +140,7 @@ def safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> 
 
 
 def _run(device: int, launch: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
+    """Launches the kernel. The first launch on a device compiles it; if that fails, torch serves the device forever."""
     if launch is not None:
         launch(*arguments)
         return

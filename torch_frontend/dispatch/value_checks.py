@@ -113,6 +113,7 @@ def in_checks(call_plan: Plan) -> Plan:
     ) -> Gradients:
         if writes:
             into = into or Gradients(*(torch.empty_like(tensor) for tensor in inputs[:3]))
+            # The three that every backward has; backends allocate the others.
             for buffer in into[:3]:
                 buffer.fill_(torch.nan)
         gradients = run_backward(spec, inputs, *saved, **({"into": into} if writes else {}))

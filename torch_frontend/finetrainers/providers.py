@@ -186,6 +186,7 @@ def _kernel_on(target: Target, provider: AttentionProvider, training: bool, uses
 
 
 def _serves(target: Target, provider: AttentionProvider, name: str, training: bool, uses_mask: bool) -> bool:
+    """Returns whether a backend can run a provider's calls. A mask of padding becomes documents on varlen ones."""
     if name in dict(target.unavailable):
         return False
     forward, backward = target.claims(name)

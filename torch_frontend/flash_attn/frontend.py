@@ -287,7 +287,8 @@ def _attention(
     tensors = (call.k_cache, call.v_cache, call.block_table, call.cache_seqlens)
     if call.alibi_slopes is not None or call.cache_leftpad is not None:
         offsets = None if tokens == 1 else _offsets(call)
-        entries = (_flat(call.q), *tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, None, None)
+        slopes, starts = call.alibi_slopes, call.cache_leftpad
+        entries = PagedInputs(_flat(call.q), *tensors, offsets, alibi_slopes=slopes, kv_starts=starts)
         longest = None if tokens == 1 else tokens
         plan_call(entries, options_of(*values, longest), requested)  # type: ignore[call-arg]
         return None

@@ -116,6 +116,7 @@ def _check_length(attention_mask: Tensor | None, shard: int) -> None:
 
 
 def _refuse_padding(context: ActiveMesh, attention_mask: Tensor | None, keys: int) -> None:
+    """Raises SpecError for a mask that hides tokens: context parallelism has no masks."""
     if attention_mask is None:
         return
     hidden = int((attention_mask[:, : context.position_count(keys)] == 0).sum())

@@ -144,6 +144,7 @@ def _repeated(k_pages: Any, v_pages: Any, k: Any, v: Any, where: tuple[Any, ...]
 
 
 def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
+    """Checks tokens and their places, and writes the tokens into the pool."""
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
     places = gather(k, k_pages, places)

@@ -11,6 +11,7 @@ from attn_core.backends.shared.torch_ranges import in_range
 from attn_core.call.observe import ranges_enabled
 from attn_core.call.options import requested_names
 from attn_core.call.spec import PagedKV
+from attn_core.call.tensors import PagedInputs
 from attn_core.errors import note_call
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
 from torch_frontend.dispatch import run_plan
@@ -45,9 +46,8 @@ def prepare(
     assert q is not None
     if any(each is not None and each[1] is torch.int64 for each in (table, lengths, cu)):
         return None  # the general path casts them
-    plan = plan_call(
-        (q, k, v, table, lengths, cu, sinks, None, None, None, k_scales, v_scales), options_of(*options), requested
-    )
+    tensors = PagedInputs(q, k, v, table, lengths, cu, sinks, k_scales=k_scales, v_scales=v_scales)
+    plan = plan_call(tensors, options_of(*options), requested)
     if plan.shortcut is None:
         return None
     on_host = q[2].type == "cpu"

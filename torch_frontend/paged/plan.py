@@ -29,7 +29,6 @@ from torch_frontend.dispatch.plan import on_device
 from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
 Tensor = torch.Tensor
-Metadata = tuple[torch.Size, torch.dtype, torch.device]
 _NUMBERS = ("q", "k_pages", "v_pages", "sinks", "alibi_slopes", "k_scales", "v_scales")
 
 
@@ -46,38 +45,54 @@ class PagedPlan(NamedTuple):
 
 
 @from_records(maxsize=4096)
-def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> PagedPlan:
-    """Checks a paged call and chooses its backend; results are cached."""
+def plan_call(entries: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> PagedPlan:
+    """Checks a paged call and chooses its backend; results are cached.
+
+    Args:
+        entries: ``metadata`` of the call's tensors.
+    """
     new_plans.evicted(plan_call)
-    selection = select(*request(metadata, options, requested))
+    selection = select(*request(entries, options, requested))
     new_plans.selected(selection)
     record = backends.load(selection.backend or "", selection.target.kind)
-    assert metadata[0] is not None
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    takes = {"q", "k", "v", "block_table", "seq_lens", "sinks"}
+    takes = {"q", "k", "v", "block_table", "seq_lens", "sinks"}  # the arguments of every shortcut
     if record.takes_pages_alone:
         takes |= {"cu_seqlens_q", "k_scales", "v_scales"}
-    usual = all(name in takes for name, entry in zip(PagedInputs._fields, metadata, strict=True) if entry)
+    usual = all(name in takes for name, entry in entries._asdict().items() if entry)
     shortcut = record.paged_shortcut_of(selection.spec) if usual else None
-    forward, shortcut = (on_device(function, metadata[0][2]) for function in (record.forward, shortcut))
+    forward, shortcut = (on_device(function, _device_of(entries)) for function in (record.forward, shortcut))
     writes = bool(record.writes_into), record.takes_pages_alone
     return PagedPlan(selection.spec, name, forward, shortcut, writes)
 
 
 def request(
-    metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None
+    entries: PagedInputs, options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
-    """Returns the arguments of ``select``: the spec, the target and the requested backends."""
-    spec = arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in metadata)), options)  # type: ignore[arg-type]
-    device = metadata[0][2] if metadata[0] else torch.device("cpu")
-    return spec, Target.here("torch", plan.device_name(device)), requested
+    """Returns the arguments of ``select``: the spec, the target and the requested backends.
+
+    Args:
+        entries: ``metadata`` of the call's tensors.
+    """
+    spec = arguments.build_spec(_facts_of(entries), options)
+    return spec, Target.here("torch", plan.device_name(_device_of(entries))), requested
 
 
-def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
-    """Returns (shape, dtype, device) of every tensor, None for an absent one."""
-    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs)
+def metadata(inputs: PagedInputs) -> PagedInputs:
+    """Returns (shape, dtype, device) in the place of every tensor, None for an absent one."""
+    return PagedInputs(*(None if t is None else (t.shape, t.dtype, t.device) for t in inputs))
+
+
+def _facts_of(entries: PagedInputs) -> PagedInputs:
+    """Returns ``metadata`` as attn_core's checks expect it."""
+    return PagedInputs(*(entry and plan.facts(*entry) for entry in entries))
+
+
+def _device_of(entries: PagedInputs) -> torch.device:
+    _, _, device = entries.q
+    return device  # type: ignore[no-any-return]
 
 
 def options_of(*values: Any) -> Options:
@@ -163,7 +178,7 @@ def check_op(given: PagedInputs, options: Options) -> PagedInputs:
     inputs = given._replace(**dict(zip(TABLES, tables, strict=True)), key_ranges=ranges, kv_starts=starts)
     entries = metadata(inputs)
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
-        arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in entries)), options)
+        arguments.build_spec(_facts_of(entries), options)
     return inputs
 
 

@@ -185,6 +185,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) by the kernels of the extension. The order of their arguments is the extension's."""
     if spec.paged is not None:
         return pages.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
     if spec.invariant is not None and not spec.packed:

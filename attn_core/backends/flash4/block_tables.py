@@ -67,6 +67,7 @@ def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane:
     ranges = inputs.key_ranges
     if ranges is not None:
         ranges = ranges.detach().contiguous()
+        # The kernel reads a key's ranges at once, from a multiple of 16 bytes. XLA's buffers begin at one.
         ranges = ranges.clone() if lane.TAKES_VIEWS and ranges.data_ptr() % 16 else ranges
     tensors, spans, result = (_views if lane.TAKES_VIEWS else _whole)(how, inputs.q.device)
     lane.launch(how.kernel, (ranges, states, spans, *tensors, *how.numbers))
@@ -95,8 +96,10 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
     """Returns how the table of a call is made. shown: the batch rows and heads of a mask function's blocks."""
     q_blocks, kv_blocks = blocks(spec.q_len), blocks(spec.kv_len)
     sides = (q_blocks, kv_blocks) if of_queries else (kv_blocks, q_blocks)
+    # Without ranges the band is one range of queries for each key, if it hides anything.
     range_rows, range_heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, int(has_spans(spec)), 2)
     shown_rows, shown_heads = shown or (1, 1)
+    # As many tables as differ: the others are copies, or views of these.
     rows = spec.batch if max(range_rows, shown_rows) > 1 else 1
     heads = spec.num_heads if max(range_heads, shown_heads) > 1 else 1
     edge = band(spec)
@@ -134,7 +137,7 @@ def _layout(how: _How) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
     offset = (how.spans[0] if how.spans else 0) * width * keys * columns
     views: list[Any] = [how.spans and (how.spans, (width * keys * columns, keys * columns, columns, 1), 0)]
     expanded = []
-    for number in range(4):
+    for number in range(4):  # the fields of Table: counts have even numbers, and lists, with an axis more, odd ones
         step = length * others if number % 2 else length
         tail = (others, 1) if number % 2 else (1,)
         sizes = slice(None) if number % 2 else slice(3)
@@ -188,6 +191,13 @@ def _function_kernel(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) 
 
 
 def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
+    """Returns the kernel that writes the states of blocks for a mask function. A warp examines a block of pairs.
+
+    Where bounds of the function decide that all or no pairs of a block are visible, it computes none of them.
+
+    Args:
+        inside: the numbers of the lookups whose indices need no clamping.
+    """
     import cutlass
     from cutlass import Boolean, Int8, Int32, cute
 
@@ -304,6 +314,10 @@ def _along_one_side(node: Expression) -> bool:
 
 
 def _of_lookup(node: Expression, block: Block, lane: Any, aux: Sequence[CuteArray]) -> Bounds:
+    """Returns the bounds of a lookup in a block: of the numbers that it reads for the block's queries, or for its keys.
+
+    Lanes share the tokens, and the warp reduces what they found, so every lane returns the same bounds.
+    """
     import cutlass
     from cutlass import Int32, cute
 

@@ -65,7 +65,7 @@ def compiled(kernel: OwnKernel, arguments: Arguments) -> Any:
     from cutlass import cute
 
     code = compiled_code()
-    if kernel.name not in code:
+    if kernel.name not in code:  # neither in this process nor on disk, and storing it writes the disk
         with timed("flash4", kernel.name):
             code[kernel.name] = cute.compile(kernel.code(), *described(arguments), options=OPTIONS)
     return code[kernel.name]
@@ -81,8 +81,9 @@ def described(arguments: Arguments, alignment: int = 4) -> Arguments:
     from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
 
     def describe(value: Any) -> Any:
-        if isinstance(value, int):
+        if isinstance(value, int):  # its type counts, not its value
             return Int32(value)
+        # A tuple has numbers of the DSL, which describe themselves.
         return value if value is None or isinstance(value, tuple) else to_cute_tensor(value, assumed_align=alignment)
 
     return *map(describe, arguments), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

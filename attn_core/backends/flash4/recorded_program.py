@@ -295,6 +295,7 @@ def _function(compiled: Any) -> Any:
 
 @cached_once
 def _entry() -> Any:
+    """Returns the function that is compiled for XLA: a recorded launch, a constant, on XLA's stream and buffers."""
     import cutlass
     from cutlass import cute
 

@@ -136,12 +136,14 @@ class Recorder:
                 not known to be the same, or of the same tensor, in every call.
         """
         tensors, scratch = list(operands), dict[int, bool]()
+        # What torch did between the launches: a replay can allocate, but not compute.
         for name, result in self.operations:
             if name.startswith((*_EMPTY, *_ZEROS)) and result.is_contiguous():
                 scratch[len(tensors)] = name.startswith(_ZEROS)
                 tensors.append(result)
             elif not name.startswith(_NOTHING):
                 raise Unrecordable(f"a torch operation, {name}, among its kernels")
+        # By memory, because a kernel may get another object for the same tensor.
         places = {_memory(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
 
         def known(value: Any, _: Any) -> Any:
@@ -247,7 +249,7 @@ class _NotingCache:
         self._compiled[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
-        kernel = self._compiled[key]
+        kernel = self._compiled[key]  # flash-attn-4 looks a kernel up where it launches it
         return lambda *arguments: self._recorder.note(kernel, f"{self._name} {key!r}", arguments)
 
 

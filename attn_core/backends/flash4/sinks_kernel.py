@@ -35,6 +35,7 @@ class AddSinks:
 
     @cute.kernel
     def kernel(self, out, lse, sinks, new_lse):  # type: ignore[no-untyped-def]
+        """Scales a row by exp(lse - new lse), the share of the weights that its keys keep beside the sink."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = thread // LANES
@@ -44,13 +45,14 @@ class AddSinks:
             head, of_out, of_lse = places(out, row)
             single, sink = lse[of_lse], sinks[head]
             total = logaddexp(single, sink)
-            # A row that sees no key has output 0 already.
+            # Of a row that sees no key the share would be exp(-inf - sink), and it has output 0 already. But with a
+            # sink of -inf, too, it would be exp(-inf + inf), which is NaN.
             share = Float32(cutlass.select_(single == -Float32.inf, Float32(0.0), cute.math.exp(single - total)))
             row_of_out = out[(*of_out, None)]
             for channel in cutlass.range(lane * WIDTH, row_of_out.shape[0], LANES * WIDTH):
                 few = channels(row_of_out, channel)
                 few.store((few.load().to(Float32) * share).to(out.element_type))
-            if lane == 0:
+            if lane == 0:  # all lanes have the same number
                 new_lse[of_lse] = Float32(cutlass.select_(single == -Float32.inf, single, total))
 
 
@@ -78,6 +80,7 @@ class SinkGradient:
 
     @cute.kernel
     def kernel(self, out, lse, dout, dlse, sinks, sums):  # type: ignore[no-untyped-def]
+        """Sums -exp(sink - lse) (dout.out - dlse) over ROWS rows; the exponential is the sink's weight in a row."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = thread // LANES
@@ -85,6 +88,7 @@ class SinkGradient:
         _, batch, groups = sums.shape
         part = block * WARPS + warp
         if part < cute.size(sums):
+            # A part is a place in ``sums``, whose last axis changes fastest.
             group = part % groups
             b = part // groups % batch
             head = part // groups // batch
@@ -97,6 +101,7 @@ class SinkGradient:
                     if cutlass.const_expr(cute.rank(out) == 4):
                         of_out, of_lse = (b, *of_out), (b, *of_lse)  # type: ignore[assignment]
                     values, gradients, product = out[(*of_out, None)], dout[(*of_out, None)], Float32(0.0)
+                    # The lanes share a row's channels: each adds its own, and the warp adds the lanes' sums.
                     for channel in cutlass.range(lane * WIDTH, values.shape[0], LANES * WIDTH):
                         few = channels(values, channel).load().to(Float32)
                         few = few * channels(gradients, channel).load().to(Float32)
@@ -122,6 +127,7 @@ class SumOfSinks:
 
     @cute.kernel
     def kernel(self, sums, dsinks):  # type: ignore[no-untyped-def]
+        # One warp for each head: the sums are few, and without atomics the order never changes.
         lane, _, _ = cute.arch.thread_idx()
         head, _, _ = cute.arch.block_idx()
         groups = sums.shape[2]

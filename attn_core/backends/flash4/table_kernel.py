@@ -62,25 +62,31 @@ class BlockTable:
         self, key_ranges, states, spans, partial_count, partial, full_count, full,
         q_len, kv_len, left, right, offset, rows, heads, group,
     ):  # fmt: skip
+        """Lists the partial and the full blocks of the other side for one block of one row and head.
+
+        In passes of AT_ONCE blocks: first each warp finds the states of some of them, then warps append them to lists.
+        """
         thread, _, _ = cute.arch.thread_idx()
         block, row, _ = cute.arch.block_idx()
         warp = thread // LANES
         lane = thread - warp * LANES
         b = row // heads
         h = row - b * heads
+        # "Other": blocks of keys in a table of queries, and blocks of queries in a table of keys.
         blocks, others = partial.shape[2], partial.shape[3]
         block_states = cutlass.utils.SmemAllocator().allocate_tensor(
             Int32, cute.make_layout(AT_ONCE), byte_alignment=16
         )
+        # The table of row b and head h also goes to rows b + rows, b + 2 rows, ... and to heads h + heads, ...
         to_heads = partial.shape[1] // heads
         copies = partial.shape[0] // rows * to_heads
-        partly, fully = Int32(0), Int32(0)
+        partly, fully = Int32(0), Int32(0)  # entries so far, of the passes before this one
         for first in cutlass.range(0, others, AT_ONCE):
             count = cutlass.min(others - first, AT_ONCE)
             for at in cutlass.range(warp, count, WARPS):
                 other = first + at
                 q_block, kv_block = (block, other) if cutlass.const_expr(self.of_queries) else (other, block)
-                state = Int32(2)
+                state = Int32(2)  # as in ``states``: 0 hidden, 1 partial, 2 full; the smaller of both sources counts
                 if cutlass.const_expr(self.ranges > 0):
                     # Each block of keys is written once in a row of thread blocks.
                     writes = other % blocks == block if cutlass.const_expr(self.of_queries) else other == 0
@@ -91,7 +97,7 @@ class BlockTable:
                     state = cutlass.min(state, Int32(states[place]))
                 if lane == 0:
                     block_states[at] = state
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # every warp reads the states that other warps found
             for copy in cutlass.range(warp, copies, WARPS):
                 to_row = copy // to_heads
                 to = b + to_row * rows, h + (copy - to_row * to_heads) * heads, block
@@ -99,7 +105,7 @@ class BlockTable:
                 self.write(block_states, first, count, lane, fully, full, to, 2)
             partly += self.number_of(block_states, count, lane, 1)
             fully += self.number_of(block_states, count, lane, 2)
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # the next pass overwrites them
         for copy in cutlass.range(thread, copies, WARPS * LANES):
             to_row = copy // to_heads
             to = b + to_row * rows, h + (copy - to_row * to_heads) * heads, block
@@ -110,20 +116,25 @@ class BlockTable:
     def by_ranges(  # type: ignore[no-untyped-def]
         self, key_ranges, spans, row, q_block, kv_block, lane, writes, edges
     ):
-        """Returns the state of a block to every thread of a warp. writes: whether to write the spans of its keys."""
+        """Returns the state of a block to every thread of a warp. writes: whether to write the spans of its keys.
+
+        A lane examines one key at a time: its ranges, cut at the band, against the block's queries from low to high.
+        """
         q_len, kv_len, left, right, offset = edges
         low = q_block * self.size
         high = cutlass.min(low + self.size, q_len)
         width = 2 * self.ranges
+        # Whether a key of the lane is seen by some query of the block, and whether one is not seen by all of them.
         touched, uncovered = Boolean(False), Boolean(False)
         for part in cutlass.range_constexpr(self.size // LANES):
             key = kv_block * self.size + part * LANES + lane
             exists = key < kv_len
+            # The band, seen from the key: queries from lowest to highest (exclusive).
             lowest = cutlass.max(key - offset - right, 0)
             highest = cutlass.min(key - offset + left + 1, q_len)
             cut = cute.make_rmem_tensor(width, Int32)
             if cutlass.const_expr(self.with_ranges):
-                inside = cutlass.min(key, kv_len - 1)
+                inside = cutlass.min(key, kv_len - 1)  # of a key that does not exist, those of the last one: unused
                 cut.store(self.of_key(key_ranges, row, kv_len, inside, width).load())
             covered = Boolean(False)
             for which in cutlass.range_constexpr(self.ranges):
@@ -134,6 +145,7 @@ class BlockTable:
                 start = Int32(cutlass.select_(some, start, Int32(0)))
                 stop = Int32(cutlass.select_(some, stop, Int32(0)))
                 touched = touched | (some & (start < high) & (stop > low))
+                # By one range alone: a block that two ranges cover only together is partial, which is right, but slow.
                 covered = covered | ((start <= low) & (stop >= high))
                 cut[2 * which], cut[2 * which + 1] = start, stop - start
             uncovered = uncovered | (exists & (covered == Boolean(False)))
@@ -141,7 +153,7 @@ class BlockTable:
                 self.of_key(spans, row, spans.shape[2], key, width).store(cut.load())
         some = Int32(cute.arch.vote_any_sync(touched))
         missing = Int32(cute.arch.vote_any_sync(uncovered))
-        return some * (2 - missing)
+        return some * (2 - missing)  # no votes: 0; some pairs: 1; every pair: 2
 
     @cute.jit
     def of_key(self, tensor: Any, row, keys, key, width: cutlass.Constexpr):  # type: ignore[no-untyped-def]
@@ -157,6 +169,7 @@ class BlockTable:
             is_kind = self.is_of(block_states, count, start + lane, kind)
             kinds = cute.arch.vote_ballot_sync(is_kind)
             if is_kind:
+                # Lanes keep their order: each counts those before it, so the list ascends without atomics.
                 before = cute.arch.popc(kinds & ((1 << lane) - 1))
                 numbers[(*to, behind + before)] = first + start + lane
             behind += cute.arch.popc(kinds)

@@ -216,6 +216,14 @@ def _contain(
 
 
 def _clear(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -> _Contained:
+    """Returns operands with 0 in place of NaN and Inf, and which rows and keys get NaN afterwards.
+
+    flex multiplies hidden values by the weight 0, and 0 * NaN is NaN. So a NaN would reach other documents whose pairs
+    are in the same block.
+
+    Args:
+        tensors: those of queries, as many as ``how`` says, then those of keys: ``[1, tokens, heads, dim]``.
+    """
     import torch
 
     count = len(how[0])  # the signature holds a tuple of this length because a number would become a symbol
@@ -289,6 +297,7 @@ class _SinkShare:
 
 @lru_cache(maxsize=4096)
 def _signature(spec: AttentionSpec, learns: bool) -> Signature:
+    """Returns what a compiled program depends on: calls of one signature share it."""
     how = lower(spec)
     score_mod = learned.read_alone(spec).tree if learns else spec.score_mod
     return Signature(

@@ -150,6 +150,7 @@ def _by_stream(numbers: tuple[Any, ...], lengths: tuple[Any, ...] | None, device
 
 
 def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple[Edges, tuple[Table, Table] | None]:
+    """Returns the numbers of a band as tensors; ``with_tables`` also the block tables of rows and of keys."""
     import torch
 
     edge = edges(spec)

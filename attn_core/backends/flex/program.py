@@ -240,6 +240,7 @@ def _one_block(like: Any) -> Any:
 
 
 def _block_mask(visible: Any, lengths: tuple[int, int], tables: tuple[Table, Table]) -> Any:
+    """Returns flex's block mask for our tables of rows and of keys, which the forward and the backward read."""
     from torch.nn.attention.flex_attention import BlockMask
 
     rows, keys = tables

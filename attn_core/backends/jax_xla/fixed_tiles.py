@@ -92,22 +92,40 @@ class Document(NamedTuple):
 
 
 def documents_of(spec: AttentionSpec, inputs: Inputs) -> Document:
-    """Returns the documents of a call; a row with a mask without the padding at its ends."""
+    """Returns the documents of a call: packed ones, or the rows of a batch.
+
+    A mask or a bias may hide padding at the ends of a row. Such a row is cut to the tokens between, because tiles are
+    counted from the first key: so a token has the bits that it has without the padding.
+    """
     import jax.numpy as jnp
 
     rows = jnp.arange(spec.batch, dtype=jnp.int32)
     if spec.packed:
-        cu_q = safe_offsets(inputs.cu_seqlens_q, spec.q_len)
-        cu_k = safe_offsets(inputs.cu_seqlens_k, spec.kv_len)
-        counts = cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]
-        offset = counts[1] - counts[0] if spec.alignment == "bottom_right" else jnp.zeros_like(counts[0])
-        row = jnp.zeros_like(counts[0])
-        return Document(row, cu_q[:-1], counts[0], row, cu_k[:-1], counts[1], offset)
+        return _packed(spec, inputs)
     if inputs.mask is not None or inputs.bias is not None:
         return _unpadded(spec, inputs, rows)
-    full = jnp.full_like
-    return Document(rows, full(rows, 0), full(rows, spec.q_len), rows, full(rows, 0), full(rows, spec.kv_len),
-                    full(rows, band(spec).offset))  # fmt: skip
+    zeros, full = jnp.zeros_like(rows), jnp.full_like
+    return Document(
+        q_row=rows,
+        q_start=zeros,
+        q_count=full(rows, spec.q_len),
+        k_row=rows,
+        k_start=zeros,
+        k_count=full(rows, spec.kv_len),
+        offset=full(rows, band(spec).offset),
+    )
+
+
+def _packed(spec: AttentionSpec, inputs: Inputs) -> Document:
+    """Returns packed documents, all of which are in row 0."""
+    import jax.numpy as jnp
+
+    cu_q = safe_offsets(inputs.cu_seqlens_q, spec.q_len)
+    cu_k = safe_offsets(inputs.cu_seqlens_k, spec.kv_len)
+    queries, keys = cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]
+    offset = keys - queries if spec.alignment == "bottom_right" else jnp.zeros_like(keys)
+    row = jnp.zeros_like(queries)
+    return Document(row, cu_q[:-1], queries, row, cu_k[:-1], keys, offset)
 
 
 def _unpadded(spec: AttentionSpec, inputs: Inputs, rows: Any) -> Document:

@@ -289,6 +289,11 @@ def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, An
 
 
 def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any]:
+    """Returns (out, lse) of few queries; joint: by one product for all heads.
+
+    Nothing is contained at first, because with few queries that takes about as long as the attention itself. Only if a
+    sum is not finite, a second pass keeps a NaN from the rows that do not see it.
+    """
     import jax.numpy as jnp
     from jax import lax
 

@@ -165,11 +165,13 @@ class Tiles(NamedTuple):
         return distance, hidden, limit
 
     def _band_of(self, number: int, block: int) -> tuple[Any, Any, Any]:
+        """Returns ``visibility`` of the band and of the end of the keys. Tiles at the same place of both share it."""
         import torch
 
         keys, edge = self.part.keys.stop - self.part.keys.start, self.part.edge
         start, first = self.queries_of(number)[0], block * KEY_TILE
         filled = min(KEY_TILE, keys - first)
+        # A band that contains the corners farthest from the diagonal contains the whole tile.
         corners = edge.contains(start, first + KEY_TILE - 1) and edge.contains(start + QUERY_TILE - 1, first)
         if corners and filled == KEY_TILE and self.slopes is None:
             return None, None, None

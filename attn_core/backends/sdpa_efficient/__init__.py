@@ -208,6 +208,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    """Returns the gradients by torch's op. The order of its arguments is torch's."""
     import torch
 
     how = lower(spec)

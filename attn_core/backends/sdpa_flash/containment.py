@@ -180,6 +180,8 @@ def _row_spec(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _row_inputs(inputs: Inputs, row: int) -> Inputs:
+    """Returns the inputs of one batch row; tables with a single row serve every row."""
+
     def cut(table: Any) -> Any:
         return table if table is None or table.shape[0] == 1 else table[row : row + 1]
 

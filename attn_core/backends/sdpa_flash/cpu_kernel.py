@@ -61,6 +61,10 @@ def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tu
 
 
 def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+    """Returns the forward of one query per row that hands a group's heads to the kernel as rows of one head.
+
+    So the kernel reads each key once instead of once for each head of the group.
+    """
     kernel, scale, heads = kernels()[0], spec.scale, (spec.num_kv_heads, spec.group_size)
 
     def run(q: Any, k: Any, v: Any, attn_mask: Any = None) -> tuple[Any, Any]:

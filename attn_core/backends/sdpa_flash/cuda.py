@@ -111,6 +111,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     if not rewrites.is_native(KERNEL, spec) or spec.packed or (how["empty_rows"] and spec.return_lse):
         return None
     kernel = _kernels()[0]
+    # No offsets, both lengths, dropout, causal or not, and no mask of dropped weights.
     settings = None, None, how["max_q"], how["max_k"], 0.0, how["is_causal"], False
     window = {name: how[name] for name in ("scale", "window_size_left", "window_size_right")}
 
@@ -142,6 +143,7 @@ def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, An
         window_size_right=how["window_size_right"],
     )
     out, lse = results[:2] if place is None else (place, results)
+    # The op writes +inf for a row that sees no key.
     infinity = float("inf")
     return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
 

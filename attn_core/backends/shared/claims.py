@@ -91,6 +91,7 @@ def _documents(support: Support, spec: AttentionSpec) -> str | None:
 
 
 def _paged(support: Support, spec: AttentionSpec) -> str | None:
+    """Returns why a backend cannot run a call on pages, None if it can."""
     assert spec.paged is not None
     if not support.paged:
         return f"keys and values in pages of {spec.paged.page_size}: {support.kernel} has none"

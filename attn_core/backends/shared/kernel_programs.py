@@ -175,6 +175,7 @@ def _call(compiled: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], t
 
 @lru_cache(maxsize=1)
 def _jaxlib() -> Any:
+    """Returns the part of jaxlib that launches Triton kernels. It is not public, so every name is looked for."""
     try:
         from jaxlib import gpu_triton
     except Exception as error:  # a part of jaxlib that is not public can fail in any way

@@ -238,6 +238,7 @@ def refusals(backend: str, spec: AttentionSpec, device: str, version: Version = 
 
 
 def _reason(row: Row, spec: AttentionSpec, version: Version) -> str:
+    """Returns the sentence of a refusal: the row's quantities in this call, what would happen, and who reported it."""
     fields = dict.fromkeys(field for one in row.conditions for field in QUANTITIES[one.quantity].shown)
     values = ", ".join(f"{field}={getattr(spec, field)!r}" for field in fields) or EVERY_CALL
     where = f"every {row.package} so far"

@@ -143,6 +143,7 @@ def blocks(
 def _host_blocks(
     spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[DocumentSlices] | None
 ) -> Iterator[RowBlock]:
+    """Yields blocks of at most ``height`` rows of one document, each with the keys that the band shows to some row."""
     import torch
 
     device = inputs.q.device

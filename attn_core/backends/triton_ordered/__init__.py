@@ -130,11 +130,11 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
     import torch
 
     operands, settings, into = _operands(inputs), _settings(spec), into or (None, None)
-    q, sinks = operands[0], operands[5]
+    q, *_, sinks, _ = operands
     way = how(spec, multiprocessors(q.get_device()))
     out = result_buffer(into[0], spec.out_shape, q.dtype, q.device)
     lse = result_buffer(into[1], spec.lse_shape, torch.float32, q.device)
-    parts, part_lse = out, lse
+    parts, part_lse = out, lse  # without shares the first kernel writes the results
     if way.shares:
         tokens = spec.batch * spec.q_len
         size = (way.shares, tokens, spec.num_heads, spec.value_dim)
@@ -170,6 +170,7 @@ def backward(
         result_buffer(part, tuple(tensor.shape), tensor.dtype, q.device)
         for part, tensor in zip(into or (None, None, None), inputs[:3])
     )
+    # Each pass computes the weights again, so that no two programs add to one gradient.
     read = (q, k, v, dout, shift, delta, *offsets, slopes)
     tiles = launches.tiles(spec)
     place = (spec, tiles, _layout(read))
@@ -261,6 +262,7 @@ def _backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
 
 
 def _input_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
+    """Returns the arrays that a call has, by name: shapes and dtypes, as its program declares them."""
     offsets = (spec.documents or 0) + 1
     shapes: dict[str, tuple[Any, str]] = {
         name: (shape, spec.dtype) for name, shape in zip("qkv", first_calls.shapes(spec), strict=True)

@@ -121,6 +121,7 @@ def attend(
     tensors = q + row * q_row, sinks, alibi_slopes + row * slope_row, out + row * out_row, lse + row * lse_row
     k += row * k_row + first_key * k_token + kv_head * k_head
     v += row * v_row + first_key * v_token + kv_head * v_head
+    # Without pages: slots are tokens, the stride by page and the table are not used.
     attend_rows(
         tensors,
         (k, 0, k_token, v, 0, v_token),
@@ -208,7 +209,7 @@ def sink_sums(
     """Computes the gradient of one head's sink, the sum over rows of -exp(sink - lse) delta; dsinks float32 [heads]."""
     head = tl.program_id(0).to(tl.int64)
     sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-    total = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE], tl.float32)  # a sum for each place in a tile, so that no order depends on timing
     for row in range(0, rows):
         for at in range(0, tokens, TILE):
             token = at + tl.arange(0, TILE)
@@ -289,6 +290,7 @@ def of_keys(
 
     own = keys - queries if BOTTOM_RIGHT else 0  # the key at the first query's own position
     last = tl.minimum(begin + KEYS, keys) - 1
+    # Queries from low to high see some key of the tile.
     low = tl.maximum(begin - own - right, 0) // QUERIES * QUERIES
     high = tl.minimum(queries, last - own + left + 1)
     # From border on, no query is too far left to see one of the keys; tiles up to whole exist as a whole.
@@ -296,6 +298,7 @@ def of_keys(
     border = tl.maximum((tl.maximum(last - own - right, 0) + QUERIES - 1) // QUERIES * QUERIES, low)
     key_sums = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     value_sums = tl.zeros([KEYS, VALUE_DIM], tl.float32)
+    # The heads of a group share the keys, so their gradients add up here, head by head.
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
         slope = 0.0
@@ -407,6 +410,7 @@ def of_queries(
     if ALIBI:
         slope = tl.load(alibi_slopes + row * slope_row + head) * LOG2_E
 
+    # Keys from low to high are seen by some row. Those up to by_all need no mask unless the window has a left side.
     own = keys - queries if BOTTOM_RIGHT else 0
     low = tl.maximum(begin + own - left, 0) // KEYS * KEYS
     high = tl.minimum(tl.minimum(begin + QUERIES, queries) + own + right, keys)
@@ -437,20 +441,26 @@ def of_queries(
 
 @triton.jit
 def _weights_of(scores, shift, distance, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Returns the weights of a tile of products q.k, and the slope of the softcap, 1 without one."""
+    """Returns p of a tile of pairs, and the derivative of the softcap, 1 - tanh(s / softcap)^2; 1 without one.
+
+    Args:
+        scores: the products q.k. shift: lse / log(2), +inf for a row that sees no key.
+        distance: of each key from its query's own position. slope: ALiBi's over log(2).
+    """
+    # The steps are those of ``in_order.rows.attend_to_share``, so a logit is rounded as in the forward.
     to_logits = scale * LOG2_E
-    factor, bend = to_logits, 1.0
-    if SOFTCAP:  # as in ``in_order.sums``
+    factor, derivative = to_logits, 1.0
+    if SOFTCAP:
         bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (to_logits * (2.0 / softcap))))
         scores = bent * (softcap * LOG2_E)
-        factor, bend = 1.0, 1.0 - bent * bent
+        factor, derivative = 1.0, 1.0 - bent * bent
     elif ALIBI:
         scores = scores * to_logits
         factor = 1.0
     if ALIBI:
         scores = scores - slope * tl.abs(distance).to(tl.float32)
     ones = tl.full(scores.shape, 1.0, tl.float32)
-    return tl.exp2(tl.fma(scores, ones * factor, tl.broadcast_to(-shift, scores.shape))), bend
+    return tl.exp2(tl.fma(scores, ones * factor, tl.broadcast_to(-shift, scores.shape))), derivative
 
 
 @triton.jit
@@ -458,8 +468,8 @@ def add_queries(sums, tiles, about, numbers, SOFTCAP: tl.constexpr, ALIBI: tl.co
     """Adds a tile of queries to the sums of dk and dv, both ``[keys, channels]``, and returns them.
 
     Args:
-        tiles: keys, values, queries and dout. about: (shift, delta, the key at each query's own position) of queries,
-            the keys' places and the slope. numbers: (scale, softcap, left, right).
+        tiles: keys, values, queries and dout. about: of queries their lse over log(2), delta and the key at their own
+            position; the keys' places; the slope over log(2). numbers: (scale, softcap, left, right).
         ALL: every query sees every key.
     """
     key_sums, value_sums = sums
@@ -468,17 +478,17 @@ def add_queries(sums, tiles, about, numbers, SOFTCAP: tl.constexpr, ALIBI: tl.co
     scale, softcap, left, right = numbers
     scores = tl.dot(keys_tile, tl.trans(queries_tile))
     distance = key[:, None] - diagonal[None, :]
-    weights, bend = _weights_of(scores, shift[None, :], distance, slope, scale, softcap, SOFTCAP, ALIBI)
+    weights, derivative = _weights_of(scores, shift[None, :], distance, slope, scale, softcap, SOFTCAP, ALIBI)
     if not ALL:
         seen = (distance <= right) & (distance >= -left)
         weights = tl.where(seen, weights, 0.0)
     value_sums = tl.dot(weights.to(dout_tile.dtype), dout_tile, value_sums)
-    moved = weights * (tl.dot(values_tile, tl.trans(dout_tile)) - delta[None, :])
+    ds = weights * (tl.dot(values_tile, tl.trans(dout_tile)) - delta[None, :])
     if SOFTCAP:
-        moved = moved * bend
+        ds = ds * derivative
     if not ALL:  # 0 times the NaN of a hidden value is NaN
-        moved = tl.where(seen, moved, 0.0)
-    return tl.dot(moved.to(queries_tile.dtype), queries_tile, key_sums), value_sums
+        ds = tl.where(seen, ds, 0.0)
+    return tl.dot(ds.to(queries_tile.dtype), queries_tile, key_sums), value_sums
 
 
 @triton.jit
@@ -494,11 +504,11 @@ def add_keys(sums, tiles, about, numbers, SOFTCAP: tl.constexpr, ALIBI: tl.const
     scale, softcap, left, right, keys = numbers
     scores = tl.dot(queries_tile, tl.trans(keys_tile))
     distance = key[None, :] - diagonal[:, None]
-    weights, bend = _weights_of(scores, shift[:, None], distance, slope, scale, softcap, SOFTCAP, ALIBI)
-    moved = weights * (tl.dot(dout_tile, tl.trans(values_tile)) - delta[:, None])
+    weights, derivative = _weights_of(scores, shift[:, None], distance, slope, scale, softcap, SOFTCAP, ALIBI)
+    ds = weights * (tl.dot(dout_tile, tl.trans(values_tile)) - delta[:, None])
     if SOFTCAP:
-        moved = moved * bend
-    if not ALL:
+        ds = ds * derivative
+    if not ALL:  # a key past the end was read as 0, and q.0 is a logit like any other
         seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
-        moved = tl.where(seen, moved, 0.0)
-    return tl.dot(moved.to(keys_tile.dtype), keys_tile, sums)
+        ds = tl.where(seen, ds, 0.0)
+    return tl.dot(ds.to(keys_tile.dtype), keys_tile, sums)

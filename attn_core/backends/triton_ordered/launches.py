@@ -144,6 +144,7 @@ def of_queries(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[st
 def _common(
     spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the numbers, in the kernels' order, and the constants that ``of_keys`` and ``of_queries`` both take."""
     q, k, v, dout, lse, _, _, _, _, *results = operands
     steps = [step for each in (q, k, v, dout, lse, *results) for step in by_row(each, spec.packed)]
     numbers = (

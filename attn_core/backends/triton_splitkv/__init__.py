@@ -160,15 +160,15 @@ def _forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tupl
     strides = [each.stride() for each in (*read[:3], *scales)]
     layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
     merge = None
+    operands = (*read, *scales, parts, part_lse)
     if way is None:
-        operands = (*read, *scales, parts, part_lse)
         key = ("attend", spec, count, layout)
         attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, settings, tiles, count))
         if count > 1:
             key = ("merge", spec, count, results)
             merge = launch(kernels.merge, key, merged, lambda: launches.merge(spec, merged, count))
     else:
-        attend = _attend_in_order(spec, (*read[:7], read.slopes, read.starts, parts, part_lse), settings, way, layout)
+        attend = _attend_in_order(spec, _ordered_operands(*operands), settings, way, layout)
         if count > 1:
             merge = order.launch_merge(spec, merged, count)
     # A copied operand has other strides than the caller's tensor.
@@ -243,9 +243,9 @@ def _describe_in_order(
 def _attend_in_order(
     spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How, layout: Hashable
 ) -> Direct | None:
-    """Launches ``kernels.attend_in_order``, which reads no ranges and no scales.
+    """Launches ``kernels.attend_in_order`` on ``_ordered_operands``.
 
-    Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some.
+    Returns a launch that takes the addresses of all operands of ``kernels.attend``, as that kernel's own launch does.
     """
     key = ("attend_in_order", spec, way, layout)
     direct = launch(
@@ -253,7 +253,27 @@ def _attend_in_order(
     )
     if direct is None:
         return None
-    return lambda *at: direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
+    return lambda *addresses: direct(*_ordered_operands(*addresses))
+
+
+def _ordered_operands(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    lengths: Any,
+    offsets: Any,
+    sinks: Any,
+    key_ranges: Any,
+    slopes: Any,
+    starts: Any,
+    k_scales: Any,
+    v_scales: Any,
+    out: Any,
+    lse: Any,
+) -> tuple[Any, ...]:
+    """Returns those operands of ``kernels.attend``, or their addresses, that ``attend_in_order`` takes."""
+    return q, k, v, table, lengths, offsets, sinks, slopes, starts, out, lse
 
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
@@ -315,11 +335,13 @@ def program_of(
     built = kernel_programs.Program(buffers)
     built.add(attend[0], reads, writes, attend[1])
     if count > 1:
-        built.add(merge[0], (*writes, reads[6]), ("out", "lse"), merge[1])
+        sinks = reads[names.index("sinks")]  # of the call, or what stands for them
+        built.add(merge[0], (*writes, sinks), ("out", "lse"), merge[1])
     return built.built()
 
 
 def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
+    """Returns the arrays of a paged call beside q, by name: shapes and dtypes, as its program declares them."""
     paged, documents = spec.paged, spec.documents or 0
     assert paged is not None
     pool = paged.num_pages, paged.page_size, spec.num_kv_heads

@@ -174,6 +174,11 @@ def _splitk_refusals(spec: AttentionSpec, name: str | None, described: str) -> I
 
 
 def _cutlass_refusals(spec: AttentionSpec, name: str | None, described: str) -> Iterator[str]:
+    """Yields why CUTLASS cannot run the call.
+
+    Args:
+        name, described: of the mask that it would get, and the words for it.
+    """
     kernel = _CUTLASS.kernel
     if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
         yield f"{described}: {kernel} is undefined for rows that see no key"

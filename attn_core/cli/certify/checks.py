@@ -159,6 +159,7 @@ def _in_torch(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
 
 
 def _poisoned(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
+    """Yields the call with NaN, then Inf, in all of one document or row. The others' results must keep their bits."""
     given, packed = _given(case), case.form.spec.packed
     backend = backends.load(case.subject.backend, case.subject.target.kind)
     if case.subject.claims.approximate:  # an Inf spoils what it is quantised with

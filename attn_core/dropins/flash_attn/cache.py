@@ -122,20 +122,26 @@ def _check_attention(call: Cached, batch: int) -> None:
 
 
 def _check_tables(call: Cached, batch: int, table: str) -> None:
-    width = None if call.block_table is None or len(call.block_table.shape) != 2 else call.block_table.shape[1]
-    rows: dict[str, tuple[int | str, ...]] = {
+    """Checks shape and dtype of the integer arrays, by which the sequences find their rows and pages of the cache.
+
+    Args:
+        table: the caller's name of ``block_table``, for errors.
+    """
+    # A word stands for a size that may be anything; it matches no size, so a table without two axes is refused.
+    width = call.block_table.shape[1] if call.block_table is not None and len(call.block_table.shape) == 2 else "width"
+    expected_shapes: dict[str, tuple[int | str, ...]] = {
         "cache_seqlens": (batch,),
         "cache_batch_idx": (batch,),
         "cache_leftpad": (batch,),
+        "block_table": (batch, width),
+        "cu_seqlens_q": (batch + 1,),
     }
-    rows |= {"block_table": (batch, "width" if width is None else width), "cu_seqlens_q": (batch + 1,)}
-    for name, expected in rows.items():
+    for name, expected in expected_shapes.items():
         facts: ArrayFacts | None = getattr(call, name)
         if facts is None:
             continue
         if tuple(facts.shape) != expected:
-            text = "[" + ", ".join(map(str, expected)) + "]"
-            raise ShapeError(f"{_shown(name, table)}: expected shape {text}, got {list(facts.shape)}")
+            raise ShapeError(f"{_shown(name, table)}: expected shape {_as_shape(expected)}, got {list(facts.shape)}")
         check_int32(_shown(name, table), facts.dtype)
     if call.block_table is None and call.cache_batch_idx is None and call.k_cache.shape[0] < batch:
         raise ShapeError(
@@ -145,12 +151,17 @@ def _check_tables(call: Cached, batch: int, table: str) -> None:
 
 
 def _check_new(call: Cached, batch: int) -> None:
-    tokens = call.k.shape[1] if len(call.k.shape) == 4 else "seqlen_new"
+    """Checks the shapes of the tokens to append, k and v: as many for each sequence, with the cache's heads."""
+    tokens = call.k.shape[1] if len(call.k.shape) == 4 else "seqlen_new"  # a word for any size, as in _check_tables
     for name in ("k", "v"):
         expected = (batch, tokens, *getattr(call, f"{name}_cache").shape[2:])
-        if tuple(getattr(call, name).shape) != expected:
-            text = "[" + ", ".join(map(str, expected)) + "]"
-            raise ShapeError(f"{name}: expected shape {text}, got {list(getattr(call, name).shape)}")
+        given = getattr(call, name).shape
+        if tuple(given) != expected:
+            raise ShapeError(f"{name}: expected shape {_as_shape(expected)}, got {list(given)}")
+
+
+def _as_shape(sizes: tuple[int | str, ...]) -> str:
+    return "[" + ", ".join(map(str, sizes)) + "]"
 
 
 def check_values(call: Cached, tables: tuple[Any, ...], capacity: int, new: int) -> None:

@@ -93,6 +93,7 @@ def ordered_shares(spec: AttentionSpec, multiprocessors: int) -> int:
         reach = edge.left + edge.right + tiles.rows // spec.group_size + 2
         count = min(count, -(-reach // share) + 1)
     programs = number * spec.num_kv_heads * blocks(spec, tiles)
+    # Partial results cost memory and a second kernel. Enough programs keep the GPU busy without them.
     size = 4 * count * spec.batch * spec.q_len * spec.num_heads * spec.value_dim
     few = programs < FEW_PROGRAMS * multiprocessors and size <= PARTIAL_BYTES and count <= GRID_LIMIT
     return count if few and count > 1 else 0

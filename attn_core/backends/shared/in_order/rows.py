@@ -144,17 +144,22 @@ def attend_to_share(
     scale, softcap, left, right, origin, num_pages = numbers
     to_logits = scale * LOG2_E
     channel, value_channel = tl.arange(0, queries_tile.shape[1]), tl.arange(0, VALUE_DIM)
+    # For each row the largest base-2 logit so far, the sum of its weights, and the weighted sum of values.
     top = tl.full([queries_tile.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries_tile.shape[0]], tl.float32)
     summed = tl.zeros([queries_tile.shape[0], VALUE_DIM], tl.float32)
+    # Two loops, in the order of keys: tiles up to the border, which all rows see, and the others with masks. A window
+    # with a left side has none of the former, so the first loop is left out.
     for masked in tl.static_range(0 if LEFT_OPEN else 1, 2):
         for at in range(border if masked and LEFT_OPEN else start, stop if masked else border, KEYS):
             key = at + tl.arange(0, KEYS)
             is_key = key < stop
             page, slot = key_slots(table, origin + key, is_key, num_pages, not masked, PAGE)
+            # Keys are read as [channels, keys], so the product needs no transposition.
             keys_at = k_at + slots_at(page, slot, k_page, k_slot, NEAR, PAGE)[None, :] + channel[:, None]
             scores = tl.dot(queries_tile, read(keys_at, is_key[None, :], not masked))
             distance = key[None, :] - diagonal[:, None]
+            # What turns scores into base-2 logits; 1 once a softcap or ALiBi has done it.
             factor = to_logits
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
@@ -177,6 +182,7 @@ def attend_to_share(
             values_at = v_at + slots_at(page, slot, v_page, v_slot, NEAR, PAGE)[:, None]
             values = read(values_at + value_channel[None, :], is_key[:, None], not masked)
             summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
+    # Partial results are normalised, so that ``add_share`` needs no maximum of theirs.
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     part = tl.where(empty[:, None], 0.0, summed * (1.0 / divisor)[:, None])
@@ -222,12 +228,14 @@ def attend_rows(
     kv_head, first, queries, begin, own, keys = sequence
     _, _, left, right, _, _ = numbers
     q_token, q_head, out_share, out_token, out_head, lse_share, lse_head = strides
+    # A row is a query and a head of the group; the heads of a query are neighbours, because they read the same keys.
     row = begin + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     is_row = query < queries
     token = (first + query).to(tl.int64)
     diagonal = query + own
+    # Keys from low to high are seen by some row of the tile; those before by_all by every row, if LEFT_OPEN.
     low = tl.maximum(begin // GROUP + own - left, 0) // KEYS * KEYS
     high = tl.minimum(tl.minimum((begin + ROWS - 1) // GROUP, queries - 1) + own + right + 1, keys)
     by_all = tl.maximum(tl.minimum(begin // GROUP + own + right + 1, keys), 0) // KEYS * KEYS
@@ -243,6 +251,8 @@ def attend_rows(
 
     share = low // SHARE
     if PARTIAL:
+        # Shares begin at multiples of SHARE of the sequence, wherever the tile's keys begin: so the sums of a row do
+        # not depend on the tile it is in.
         share += tl.program_id(1)
         start, stop = tl.maximum(low, share * SHARE), tl.minimum(high, (share + 1) * SHARE)
         border = tl.maximum(tl.minimum(by_all, (share + 1) * SHARE), start)
@@ -354,6 +364,7 @@ def merge_in_order(
     summed = tl.zeros([1, VALUE_DIM], tl.float32)
     for first in range(0, shares, AT_ONCE):
         lses, values, share = (), (), (first + one).to(tl.int64)
+        # All reads first: they wait for memory together, while the sums wait for each other.
         for i in tl.static_range(AT_ONCE):
             lse_at = lses_at + (share + i) * part_lse_share
             lses += (tl.load(lse_at, mask=share + i < shares, other=float("-inf")),)  # type: ignore[assignment]
