@@ -84,9 +84,12 @@ def attend(
     said |= {name: _one_row(name, said[name]) for name in Segments._fields}
     if said["bias"] is not None:
         said["bias"] = _table("bias", as_array("bias", said["bias"]), sizes)
+    if said["seq_info"] is None:  # packed rows need no batch axis; a dense call needs one
+        q, k, v = q[None], k[None], v[None]
     out = attention(
-        # Packed rows need no batch axis; a dense call needs one.
-        *(heads if said["seq_info"] is not None else heads[None] for heads in (q, k, v)),
+        q,
+        k,
+        v,
         mask=None if mask is None else _table("mask", as_array("mask", mask).astype(bool), sizes),
         dropout=dropout,
         deterministic=bitwise_deterministic,

@@ -14,6 +14,9 @@ from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 if TYPE_CHECKING:
     from attn_core.backends.shared.kernel_programs import KernelProgram
 
+TORCH_FLAGS = ("flash", "mem_efficient", "cudnn", "math")
+"""The kernels of torch's own attention, as its flags name them: ``torch.backends.cuda.enable_flash_sdp`` and so on."""
+
 Ranks = Mapping[str, int]
 Shortcut = Callable[..., "tuple[Any, Any] | None"]
 WithMaximum = Callable[[AttentionSpec, Inputs], tuple[Any, Any, Any]]
@@ -152,6 +155,19 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KeptPlans:
+    """Plans that a backend's package prepares for every new shape of a call, and keeps until the process ends.
+
+    Attributes:
+        most: the most shapes that automatic choice in torch gives to the backend in a process.
+        by: who keeps them, for people.
+    """
+
+    most: int
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
     """One kernel. A file of attn_core/backends makes the record once, as ``BACKEND``; a plug-in registers it.
 
@@ -195,6 +211,9 @@ class Backend:
             faster ones. One backend for each kind.
         in_pages: the backend that reads pages with the bits of its dense calls, if that is not itself.
         timing: see Timing.
+        kept_plans: what its package keeps for every shape; None if it keeps nothing.
+        torch_flag: the kernel of torch's own attention that it is, or whose arithmetic it has. Where torch's flag for
+            that kernel is off, it does not run.
         reaches_next_document: a tile of its keys may hold the first tokens of the next packed document, and 0 * NaN is
             NaN. So a NaN there reaches documents before it; docs/reference/semantics.md names these backends.
         splits_keys: where it splits the keys of few queries, a row that is NaN may be 0 in the output.
@@ -230,6 +249,8 @@ class Backend:
     keeps_order_on: tuple[str, ...] = ()
     in_pages: str | None = None
     timing: Timing = Timing()
+    kept_plans: KeptPlans | None = None
+    torch_flag: str | None = None
     reaches_next_document: bool = False
     splits_keys: bool = False
     for_cache_rows: bool = False

@@ -152,9 +152,7 @@ def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -
     values = tuple(settings.get(argument.name, argument.default_value) for argument in arguments)
     # Where each argument is in (*tensors, *values).
     places = {name: place for place, name in enumerate(tensors)}
-    in_order = itemgetter(
-        *(places.get(argument.name, len(tensors) + place) for place, argument in enumerate(arguments))
-    )
+    in_order = itemgetter(*[places.get(each.name, len(tensors) + place) for place, each in enumerate(arguments)])
     keys, run = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), operator.redispatch
     if tensors == tuple(argument.name for argument in arguments[: len(tensors)]):  # no need to sort three dozen values
         others = values[len(tensors) :]

@@ -11,7 +11,7 @@ from traceback import extract_tb
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import TORCH_FLAGS, Backend
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import ANY, Support, kind_of
 from attn_core.call.functions import trace
@@ -131,6 +131,8 @@ def _wrong_values(record: Backend) -> Iterator[tuple[str, str]]:
         yield "backward", "expected backward and backward_claims together, or None for both"
     if not {*record.writes_into} <= {"forward", "backward", "jvp"}:
         yield f"writes_into={record.writes_into}", "expected some of forward, backward, jvp"
+    if record.torch_flag not in (None, *TORCH_FLAGS):
+        yield f"torch_flag={record.torch_flag!r}", f"expected one of {', '.join(TORCH_FLAGS)}, or None"
     if mode is not None and (mode.jvp is None) != (record.framework == "jax"):
         yield "forward_mode", "expected a jvp for a backend of torch, and jvp=None for one of JAX"
     for member in ("preference", "paged_preference", "keeps_order_on", "on"):

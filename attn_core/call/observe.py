@@ -314,6 +314,7 @@ def range_name(backend: str, spec: AttentionSpec, direction: str) -> str:
 def words_of(spec: AttentionSpec) -> str:
     """Returns the parts of a range's name that describe the call: ``b2 q2048 kv2048 h8:2 d64 bf16 causal w256``."""
     value_dim = f":{spec.value_dim}" if spec.value_dim != spec.head_dim else ""
+    features = [word(spec) for word in FEATURE_WORDS.values()]
     words = [
         f"b{spec.batch}",
         f"q{spec.q_len}",
@@ -321,7 +322,7 @@ def words_of(spec: AttentionSpec) -> str:
         f"h{spec.num_heads}:{spec.num_kv_heads}",
         f"d{spec.head_dim}{value_dim}",
         DTYPE_WORDS[spec.dtype],
-        *(word(spec) for word in FEATURE_WORDS.values()),
+        *features,
     ]
     return " ".join(filter(None, words)).replace("/", ":")  # a symbolic size may contain a division
 

@@ -149,12 +149,14 @@ class Explanation(NamedTuple):
             if lane is not None and lane[0] == "callback"
         ]
         plan = self.call.plan
+        layouts = [f"  {compared(self.layouts)}"] if self.layouts else []
+        tokens = [f"  tokens of a rank: {plan.q_layout.counts}"] if plan.q_layout.kind == "documents" else []
         lines = [
             str(self.choice),
             f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
             f"{self.call.repeats}; balance: {plan.balance:.3f}",
-            *([f"  {compared(self.layouts)}"] if self.layouts else []),
-            *([f"  tokens of a rank: {plan.q_layout.counts}"] if plan.q_layout.kind == "documents" else []),
+            *layouts,
+            *tokens,
             f"  backends: {'; '.join(dict.fromkeys(names)) or 'none, nothing is visible'}",
             *whys,
         ]

@@ -309,10 +309,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 SINGLE = ("causal", "window", "decode", "one query", "packed")
 """Effects that also multiply each rate alone: such calls are tiled differently, so another size limits a kernel."""
 
-FACTORS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-    *((group, name, tuple(map(RATES.index, members))) for group, members in GROUPS.items() for name in EFFECTS),
-    *((f"only {rate}", name, (place,)) for name in SINGLE for place, rate in enumerate(RATES) if place > 1),
-)
+_of_groups = [(name, effect, tuple(map(RATES.index, each))) for name, each in GROUPS.items() for effect in EFFECTS]
+_of_rates = [(f"only {rate}", effect, (at,)) for effect in SINGLE for at, rate in enumerate(RATES) if at > 1]
+FACTORS: tuple[tuple[str, str, tuple[int, ...]], ...] = (*_of_groups, *_of_rates)
 """The factors of a model: (name of a group or rate, effect, places in RATES that it multiplies)."""
 
 LEAST_HOST = 0.25

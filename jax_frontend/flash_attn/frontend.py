@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from attn_core.backends import plain_backend
 from attn_core.call.arguments import ArrayFacts
 from attn_core.dropins.flash_attn.cache import Cached, append_arguments
 from attn_core.dropins.flash_attn.frontend import Frontend
@@ -78,7 +79,7 @@ JAX = Frontend(
     apply_rotary=apply_rotary,
     numpy=jnp,
     updates_in_place=False,
-    portable=("math", "jax_xla"),  # the second needs no torch
+    portable=lambda: (plain_backend("torch"), plain_backend("jax")),  # the second needs no torch
     check_array=plan.check_array,
     check_constant=plan.check_array,
     facts=lambda array: ArrayFacts(array.shape, str(array.dtype), ""),

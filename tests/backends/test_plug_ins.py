@@ -199,6 +199,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no backward": ({"backward": None}, ("backward: expected backward and backward_claims together",)),
     "no jvp": ({"forward_mode": backends.ForwardModePass(claims=CLAIMS, jvp=None)}, ("forward_mode: expected a jvp",)),
     "a direction": ({"writes_into": ("sideways",)}, ("writes_into=('sideways',): expected some of forward, backward",)),
+    "a flag": ({"torch_flag": "eager"}, ("torch_flag='eager': expected one of flash, mem_efficient, cudnn, math",)),
     "a rank on a device": ({"preference": {"sm90": 1}}, ("preference: 'sm90': expected a kind of device",)),
     "a rank that is none": ({"preference": {"cpu": "first"}}, ("preference: expected", "got {'cpu': 'first'}")),
     "an unknown dtype": (

@@ -35,7 +35,7 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.context_parallel.agreement:_meetings": "the stores that are alive",
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
-    "torch_frontend.dispatch.plan:_cudnn_shapes": 64,
+    "torch_frontend.dispatch.plan:_planned_shapes": "the backends with kept_plans, as many shapes each as these say",
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
     "attn_core.dropins.flash_attn.arguments:slopes_of_tokens": ONE,

@@ -23,7 +23,7 @@ from attn_core.backends import triton_splitkv
 from attn_core.backends.shared import pages
 from attn_core.call.seq_info import tail_of
 from attn_core.call.tensors import PagedInputs
-from attn_core.context_parallel.on_torch import merge_parts_triton, merge_triton, tiles
+from attn_core.context_parallel.on_torch import merge_triton, tiles
 from attn_core.correctness.reference import append
 from attn_core.paged import kernels
 from torch_frontend.dispatch import offsets, triton_offsets
@@ -558,7 +558,7 @@ def test_merge_of_any_number_of_parts(kind: str, rows: int, dim: int, count: int
         parts[number, :, number::3] = torch.nan
     lses[:, 0, 1, 0] = -torch.inf
     right, right_lse = _plain(list(parts), list(lses))
-    out, lse = merge_parts_triton.merge(parts, lses)
+    out, lse = merge_triton.merge_parts(parts, lses)
     assert out.dtype is parts.dtype and out.isfinite().all() and (lse[0, 1, 0] == -torch.inf).all()
     steps = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[kind]
     torch.testing.assert_close(out, right, rtol=steps, atol=steps)

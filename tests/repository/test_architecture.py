@@ -80,10 +80,7 @@ KERNEL_FILES = [
         "backends/triton_ordered/kernels.py",
         "backends/triton_splitkv/kernels.py",
         "backends/triton_splitkv/stored_tiles.py",
-        "context_parallel/on_torch/merge_parts_triton.py",
         "context_parallel/on_torch/merge_triton.py",
-        "paged/kernels.py",
-        "paged/kernels.py",
         "paged/kernels.py",
     )
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_core import AttentionSpec, Target, backends
+from attn_core.backends.contract import KeptPlans
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import eager_calls, plan
@@ -37,8 +38,9 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(plan, "plan_on", unrunnable)
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
-    monkeypatch.setattr(plan, "MOST_CUDNN_SHAPES", 5)
-    monkeypatch.setattr(plan, "_cudnn_shapes", {})
+    limit = KeptPlans(most=5, by="cuDNN")
+    monkeypatch.setattr(plan, "_limit_of", lambda name, kind: limit if name == "sdpa_cudnn" else None)
+    monkeypatch.setattr(plan, "_planned_shapes", {})
     forget()
     yield
     forget()
@@ -62,12 +64,12 @@ def test_new_shapes_beyond_the_limit_take_another_kernel(more: dict[str, Any]) -
     for cache in CACHES:  # a plan that was dropped from our caches is still cuDNN's
         cache.cache_clear()
     assert [planned(1000 + step, **more).backend for step in range(5)] == first
-    assert len(plan._cudnn_shapes) == 5
+    assert len(plan._planned_shapes["sdpa_cudnn"]) == 5
 
 
 def test_a_call_that_names_cudnn_has_no_limit() -> None:
     assert {planned(1000 + step, "sdpa_cudnn").backend for step in range(20)} == {"sdpa_cudnn"}
-    assert not plan._cudnn_shapes
+    assert not plan._planned_shapes
     assert planned(2000).backend == "sdpa_cudnn"
 
 
@@ -76,13 +78,21 @@ def test_explain_says_why() -> None:
         planned(1000 + step)
     q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
     selection = plan.explanation(Inputs(q, q, q, mask), OPTIONS, False, False, None)
-    assert selection.reasons("sdpa_cudnn") == (plan.NO_MORE_PLANS,)
+    assert selection.reasons("sdpa_cudnn") == (
+        "5 shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no more. Pad "
+        "lengths to a few sizes, or name it: backend='sdpa_cudnn'",
+    )
     assert "never frees" in str(selection.text(everything=True))
+
+
+def test_cudnn_keeps_plans_and_no_other_kernel_does() -> None:
+    kept = {name: backends.load(name, "cuda").kept_plans for name in backends.names()}
+    assert {name: (each.most, each.by) for name, each in kept.items() if each} == {"sdpa_cudnn": (64, "cuDNN")}
 
 
 def test_other_calls_are_not_limited() -> None:
     """The limit is about shapes that cuDNN would run."""
-    target = plan.without_new_cudnn_shapes(
+    target = plan.without_more_plans(
         H100,
         AttentionSpec(
             **{"batch": 1, "q_len": 8, "kv_len": 8, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64},

@@ -208,10 +208,8 @@ def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks = arguments[:TENSORS]
-    return (
-        *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)),
-        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
-    )  # type: ignore[return-value]
+    dq, dk, dv = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

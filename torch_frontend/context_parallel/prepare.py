@@ -101,7 +101,12 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         steps.append((step, tuple(tiles)))
     of_queries, query_count = Places(q_places, device), plan.q_layout.position_count(part * inner.size + inner.rank)
     regroups = inner.size > 1 or call.head_groups > 1
-    dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"), call.spec.lse_dtype)
+    dtypes = {
+        "q_dtype": call.accumulator("q", part),
+        "own_dtype": call.accumulator("own", part),
+        "sent_dtype": call.accumulator("sent"),
+        "lse_dtype": call.spec.lse_dtype,
+    }
     return RankPlan(
         call,
         outer,
@@ -115,5 +120,5 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         regroups,
         keeps_gathered(call.spec, plan) or keeps_borders(call.spec, plan),
         plan.gathers,
-        *(getattr(torch, dtype) for dtype in dtypes),
+        **{name: getattr(torch, dtype) for name, dtype in dtypes.items()},
     )

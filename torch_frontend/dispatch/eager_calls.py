@@ -292,12 +292,12 @@ def plan_by_family(
     if family.known is not None:
         first, target, names = family.known
         spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])
-        limited = target if names else plan.without_new_cudnn_shapes(target, spec)
+        limited = target if names else plan.without_more_plans(target, spec)
         choice = choose(spec, limited, names, family.claimed[limited is not target])
         if choice is not None:
             name, candidates = choice
             if names is None:
-                plan.note_cudnn_shape(spec, name)
+                plan.note_plan_of(spec, name, target.kind)
             new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan.plan_on(name, spec, target, q[2], mask, bias, False)
     result = plan.plan(metadata, options, needs_backward, bias_gradient, requested)

@@ -1,8 +1,9 @@
 """Plans a call: from tensors to a backend's forward and backward.
 
-torch prepares a plan in cuDNN for every new shape of a call, and keeps it until the process ends. A program with ever
-new lengths would spend most of its time on plans and grow without end. So after MOST_CUDNN_SHAPES shapes, automatic
-choice takes another kernel for a new one. The shapes that have a plan stay with cuDNN, and so do calls that name it.
+A package such as cuDNN prepares a plan for every new shape of a call, and keeps it until the process ends. A program
+with ever new lengths would spend most of its time on plans and grow without end. So after as many shapes as the
+backend's ``kept_plans`` allows, automatic choice takes another kernel for a new one. The shapes that have a plan stay
+with the backend, and so do calls that name it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attn_core import backends
+from attn_core.backends.contract import KeptPlans
 from attn_core.backends.shared.caches import from_records
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call import observe
@@ -31,33 +33,38 @@ from torch_frontend.dispatch.mask_objects import Visible, as_options, is_object
 
 Tensor = torch.Tensor
 
-MOST_CUDNN_SHAPES = 64
-"""A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
-9.19, measured on 2026-11-26)."""
-CUDNN = "sdpa_cudnn"
-NO_MORE_PLANS = (
-    f"{MOST_CUDNN_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "
-    f"more. Pad lengths to a few sizes, or name it: backend={CUDNN!r}"
-)
-
-_cudnn_shapes: dict[AttentionSpec, None] = {}
-"""The calls that automatic choice gave to cuDNN."""
+_planned_shapes: dict[str, dict[AttentionSpec, None]] = {}
+"""By backend with ``kept_plans``, the calls that automatic choice gave to it."""
 
 
-def without_new_cudnn_shapes(target: Target, spec: AttentionSpec) -> Target:
-    """Returns the target for the automatic choice of a call: without cuDNN if a new shape would exceed the limit."""
-    return target if len(_cudnn_shapes) < MOST_CUDNN_SHAPES or spec in _cudnn_shapes else _without_cudnn(target)
+def without_more_plans(target: Target, spec: AttentionSpec) -> Target:
+    """Returns the target for the automatic choice of a call: without the backends that may keep no further plan."""
+    full = [(name, _limit_of(name, target.kind)) for name, shapes in _planned_shapes.items() if spec not in shapes]
+    full = [(name, limit) for name, limit in full if limit is not None and len(_planned_shapes[name]) >= limit.most]
+    return _without(target, tuple(full)) if full else target
 
 
 @lru_cache(maxsize=64)
-def _without_cudnn(target: Target) -> Target:
-    return replace(target, unavailable=(*target.unavailable, (CUDNN, NO_MORE_PLANS)))
+def _without(target: Target, full: tuple[tuple[str, KeptPlans], ...]) -> Target:
+    reasons = tuple(
+        (
+            name,
+            f"{limit.most} shapes of this process have a plan in {limit.by}, which it never frees; automatic choice "
+            f"makes no more. Pad lengths to a few sizes, or name it: backend={name!r}",
+        )
+        for name, limit in full
+    )
+    return replace(target, unavailable=(*target.unavailable, *reasons))
 
 
-def note_cudnn_shape(spec: AttentionSpec, name: str) -> None:
-    """Notes the automatic choice of a call, if it is cuDNN."""
-    if name == CUDNN:
-        _cudnn_shapes.setdefault(spec)
+def note_plan_of(spec: AttentionSpec, name: str, kind: str) -> None:
+    """Notes the automatic choice of a call, if the backend keeps a plan for its shape."""
+    if _limit_of(name, kind) is not None:
+        _planned_shapes.setdefault(name, {}).setdefault(spec)
+
+
+def _limit_of(name: str, kind: str) -> KeptPlans | None:
+    return backends.load(name, kind).kept_plans
 
 
 class Plan(NamedTuple):
@@ -101,9 +108,9 @@ def plan(
     new_plans.evicted(plan)
     selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
-    # A caller who names cuDNN, or leaves it alone by torch's flags, decides about its plans himself.
+    # A caller who names a backend, or leaves it alone by torch's flags, decides about its plans himself.
     if selection.requested is None and switches is None:
-        note_cudnn_shape(selection.spec, selection.backend or "")
+        note_plan_of(selection.spec, selection.backend or "", selection.target.kind)
     spec = selection.spec
     device, one_row = metadata.q[2], _has_one_row(spec, metadata)
     return plan_on(selection.backend or "", spec, selection.target, device, metadata.mask, metadata.bias, one_row)
@@ -214,8 +221,8 @@ def request(
     spec = build_spec(arrays_of(metadata), options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     target = sdpa_flags.limited(Target.here("torch", device_name(metadata.q[2])), switches)
     names = requested_names(requested) or sdpa_flags.preferred(switches)
-    if names is None and switches is None:  # torch's flags may leave cuDNN alone
-        target = without_new_cudnn_shapes(target, spec)
+    if names is None and switches is None:  # torch's flags may leave one backend alone
+        target = without_more_plans(target, spec)
     return spec, target, names
 
 

@@ -43,9 +43,6 @@ class Switches(NamedTuple):
     order: tuple[int, ...] = ()
 
 
-BACKENDS = {"flash": "sdpa_flash", "mem_efficient": "sdpa_efficient", "cudnn": "sdpa_cudnn", "math": "math"}
-"""Each of torch's kernels: the backend that is the same kernel, or the same arithmetic."""
-
 _NUMBERS = {
     torch._C._SDPBackend.FLASH_ATTENTION.value: "flash",
     torch._C._SDPBackend.EFFICIENT_ATTENTION.value: "mem_efficient",
@@ -73,15 +70,15 @@ def limited(target: Target, switches: Switches | None) -> Target:
 @from_records(maxsize=64)
 def _limited(target: Target, switches: Switches) -> Target:
     """``limited``, by the flags."""
-    kinds = {backend: kind for kind, backend in BACKENDS.items()}
     excluded = []
     # A flag switches one kernel off. A block ``sdpa_kernel(...)`` switches off all that it does not list, ours, too.
     for name in backends.names():
-        kind = kinds.get(name)
-        if kind is None and not switches.others and backends.load(name, target.kind).framework == "torch":
+        backend = backends.load(name, target.kind)
+        flag = backend.torch_flag
+        if flag is None and not switches.others and backend.framework == "torch":
             excluded.append((name, "sdpa_kernel(...) around the call switches it off"))
-        elif kind is not None and not getattr(switches, kind):
-            word = "sdpa_kernel(...) around the call" if not switches.others else f"enable_{kind}_sdp(False)"
+        elif flag is not None and not getattr(switches, flag):
+            word = "sdpa_kernel(...) around the call" if not switches.others else f"enable_{flag}_sdp(False)"
             excluded.append((name, f"{word} switches it off"))
     return replace(target, unavailable=(*target.unavailable, *excluded))
 
@@ -90,8 +87,14 @@ def preferred(switches: Switches | None) -> tuple[str, ...] | None:
     """Returns the allowed backends in the order of ``sdpa_kernel(..., set_priority=True)``; None without an order."""
     if switches is None or not switches.order:
         return None
-    kinds = [_NUMBERS[number] for number in switches.order if number in _NUMBERS]
-    return tuple(BACKENDS[kind] for kind in kinds if getattr(switches, kind)) or None
+    flags = [_NUMBERS[number] for number in switches.order if number in _NUMBERS]
+    return tuple(name for flag in flags if getattr(switches, flag) for name in _behind(flag)) or None
+
+
+@from_records()
+def _behind(flag: str) -> tuple[str, ...]:
+    """Returns the backends that are the kernel of a flag, or have its arithmetic."""
+    return tuple(name for name in backends.names() if backends.load(name).torch_flag == flag)
 
 
 def as_text(switches: Switches | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Never
 
 import torch
 
+from attn_core.backends import plain_backend
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import PAGED, check_paged_options, is_plain_window, requested_names
@@ -339,7 +340,8 @@ TORCH = Frontend(
     apply_rotary=apply_rotary,
     numpy=torch,
     updates_in_place=True,
-    portable=("math",),
+    # A compiler could not trace how the records are found.
+    portable=torch.compiler.assume_constant_result(lambda: (plain_backend("torch"),)),
     check_array=plan.check_tensor,
     check_constant=_check_constant,
     facts=_facts,

@@ -393,6 +393,8 @@ def append_on_gpu(
     rest = (*others, *scales, grown)
     tensors = (k, v, k_pages, v_pages, *[some if each is None else each for each in rest])
     sizes, table, lengths = (*k.shape, v.shape[2], k_pages.shape[1]), tensors[4], tensors[5]
+    angle_strides = (0, 0) if at.cos is None or at.sin is None else (at.cos.stride(0), at.sin.stride(0))
+    k_scale_strides, v_scale_strides = ((0, 0, 0) if each is None else _scale_strides(each) for each in scales)
     numbers = (
         k_pages.shape[0],
         table.shape[-1] if is_table else 0,
@@ -403,8 +405,9 @@ def append_on_gpu(
         *k_pages.stride()[:3],
         *v_pages.stride()[:3],
         table.stride(0),
-        *((0, 0) if at.cos is None or at.sin is None else (at.cos.stride(0), at.sin.stride(0))),
-        *[stride for each in scales for stride in ((0, 0, 0) if each is None else _scale_strides(each))],
+        *angle_strides,
+        *k_scale_strides,
+        *v_scale_strides,
     )
     flags = (at.cu_seqlens_q is None, not is_table, 2 * turned, at.interleaved, at.positions is not None)
 

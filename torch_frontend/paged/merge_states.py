@@ -49,9 +49,9 @@ def _run(parts: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     observed = is_one_op(parts[0]) or (torch.is_grad_enabled() and any(each.requires_grad for each in (*parts, *lses)))
     if observed or not parts[0].is_cuda or lses[0].dtype != torch.float32 or not has_triton():
         return _plain(parts, lses)
-    from attn_core.context_parallel.on_torch import merge_parts_triton
+    from attn_core.context_parallel.on_torch.merge_triton import merge_parts
 
-    return on_device(merge_parts_triton.merge, parts[0].device)(torch.stack(parts), torch.stack(lses))  # type: ignore[no-any-return]
+    return on_device(merge_parts, parts[0].device)(torch.stack(parts), torch.stack(lses))  # type: ignore[no-any-return]
 
 
 def _plain(parts: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -211,12 +211,13 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
         return replay.forward(launches, spec, inputs, into, _forward_by_entry_points)
     disk_cache.use()
     kernel = _kernel(spec, gradient=False)
+    remedy = () if spec.paged is None else ("run the same call once before the capture",)
     return first_calls.run(
         "flash4",
         replay.compiled_key(spec, "forward", inputs.q),
         lambda: rewrites.forward(kernel, spec, inputs, into),
         lambda: f"the flash4 forward of ({spec})",
-        *(() if spec.paged is None else ("run the same call once before the capture",)),
+        *remedy,
     )
 
 

@@ -78,10 +78,11 @@ class Summand(NamedTuple):
 
 def block_sizes(spec: AttentionSpec, largest: BlockSizes) -> BlockSizes:
     """Returns the fewest blocks that are no larger, all of nearly one size. A symbolic length is one block."""
-    lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
-    return BlockSizes(
-        *(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths)
-    )
+
+    def size(length: Any, limit: int) -> Any:
+        return -(-length // -(-length // limit)) if is_number(length) else length
+
+    return BlockSizes(size(spec.q_len, largest.queries), size(spec.kv_len, largest.keys))
 
 
 def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> RowKeys:

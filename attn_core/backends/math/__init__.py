@@ -215,4 +215,5 @@ BACKEND = Backend(
     paged_preference={"cuda": 60},
     also_called={"eager": 10, "sdpa": 40, "native": 40, "torch": 40},
     timing=Timing(caution=1.6),  # it is rarely the fastest if another one runs the call
+    torch_flag="math",
 )

@@ -269,4 +269,5 @@ BACKEND = Backend(
         "native": 20,
         "torch": 20,
     },
+    torch_flag="mem_efficient",
 )

@@ -430,4 +430,5 @@ BACKEND = Backend(
     # It is torch's kernel for CPUs; the others are plain operations.
     preference={"cpu": 10},
     also_called={"sdpa": 10, "flash": 40, "fa": 40, "flash_attention": 10, "native": 10, "torch": 10},
+    torch_flag="flash",
 )

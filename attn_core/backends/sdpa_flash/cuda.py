@@ -129,8 +129,11 @@ def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, An
     one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
     place = None if into is None or one_query or _in_place() is None else writable(into[0])
     op = _kernels()[0] if place is None else partial(_in_place(), place)
+    q, k, v = (readable(tensor) for tensor in inputs[:3])
     results = op(
-        *(readable(tensor) for tensor in inputs[:3]),
+        q,
+        k,
+        v,
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
         how["max_q"],
@@ -170,9 +173,12 @@ def run_backward(
     how = lower(spec)
     if how["empty_rows"]:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the forward op's own value for such a row
+    q, k, v = (readable(tensor) for tensor in inputs[:3])
     gradients = _kernels()[1](
         readable(dout),
-        *(readable(tensor) for tensor in inputs[:3]),
+        q,
+        k,
+        v,
         readable(out),
         lse.contiguous(),
         inputs.cu_seqlens_q,
@@ -211,5 +217,6 @@ BACKEND = Backend(
     # It is torch's copy of the kernel before it.
     preference={"cuda": 50},
     timing=Timing(in_callback=(90.0, 420.0)),
+    torch_flag="flash",
     for_cache_rows=True,
 )

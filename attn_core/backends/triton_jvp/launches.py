@@ -167,6 +167,7 @@ def maximum(
         present = [0 if size == 1 else step for size, step in zip(shape or (), strides.get(name, ()), strict=True)]
         present = present[: axes[name]]
         steps.append((*(0,) * (axes[name] - len(present)), *present))
+    all_steps = [step for each in steps for step in each]
     numbers = (
         settings["scale"],
         settings["softcap"],
@@ -175,7 +176,7 @@ def maximum(
         blocks,
         settings["left"],
         settings["right"],
-        *(step for each in steps for step in each),
+        *all_steps,
     )
     constants = {
         **{"HEADS": spec.num_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim},

@@ -49,7 +49,7 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         out_strides = (row, 0, token, head)
         row, head = by_row(lse, packed)
         lse_strides = (row, 0, head)
-    strides = [by_row(each, packed) for each in (q, k, v)]
+    q_strides, k_strides, v_strides = (by_row(each, packed) for each in (q, k, v))
     numbers = (
         settings["scale"],
         settings["softcap"],
@@ -57,14 +57,16 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         spec.kv_len,
         settings["left"],
         settings["right"],
-        *(step for each in strides for step in each),
+        *q_strides,
+        *k_strides,
+        *v_strides,
         *out_strides,
         *lse_strides,
         slope_row(spec),
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size},
-        "NEAR": all(step % 8 == 0 and spec.kv_len * step < 2**34 for step in (strides[1][1], strides[2][1])),
+        "NEAR": all(step % 8 == 0 and spec.kv_len * step < 2**34 for step in (k_strides[1], v_strides[1])),  # by token
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
         **{name: value for name, value in settings.items() if name.isupper()},
         **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": way.share},

@@ -18,7 +18,7 @@ class Frontend:
         attention, attention_qkvpacked, paged_attention, apply_rotary: the frontend's own functions.
         numpy: the namespace of functions with numpy's names, ``torch`` or ``jax.numpy``.
         updates_in_place: whether new tokens are written into the caches; else a call returns new caches.
-        portable: the backends that drop the same weights for every width of the values.
+        portable: returns the backends that drop the same weights for every width of the values: plain operations.
         check_array: takes a name and a value, and raises TypeError unless that is an array.
         check_constant: likewise, and raises SpecError for an array with a derivative.
         facts: returns the metadata of an array. Its sizes are no arrays, in a trace neither.
@@ -53,7 +53,7 @@ class Frontend:
     apply_rotary: Callable[..., Any]
     numpy: ModuleType
     updates_in_place: bool
-    portable: tuple[str, ...]
+    portable: Callable[[], tuple[str, ...]]
     check_array: Callable[[str, Any], None]
     check_constant: Callable[[str, Any], None]
     facts: Callable[[Any], ArrayFacts]

@@ -409,13 +409,13 @@ def _with_weights(
         return out, lse_of_flash_attn(frontend, lse), frontend.empty(q, q.dtype)
     for name, array in (("q", q), ("k", k), ("v", v)):
         frontend.check_array(name, array)
-    drops = {"dropout": dropout, **options, "backend": frontend.portable}
+    drops = {"dropout": dropout, **options, "backend": frontend.portable()}
     again = frontend.repeated(rng)
     out, lse = frontend.attention(q, k, v, return_lse=True, dropout_rng=rng, **drops)
     # The weights are the output for values that are rows of an identity, which these backends alone take so wide.
     q, k = (frontend.cast(frontend.stop_gradient(array), frontend.numpy.float32) for array in (q, k))
     values = _identity(frontend, k, options.get("seq_info"))
-    weights = frontend.attention(q, k, values, **options, backend=frontend.portable)
+    weights = frontend.attention(q, k, values, **options, backend=frontend.portable())
     after_dropout = frontend.attention(q, k, values, dropout_rng=again, **drops)
     is_dropped = (after_dropout == 0) & (weights > 0)
     weights = _by_largest(frontend, weights)

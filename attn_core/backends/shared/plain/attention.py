@@ -266,8 +266,12 @@ def gradients_of(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
     # [batch, kv_heads, kv_len, dim] -> [batch, kv_len, kv_heads, dim]
     dk, dv = (total.transpose(1, 2).to(inputs.k.dtype).contiguous() for total in (sums.dk, sums.dv))
     dq = sums.dq
+    if spec.packed:  # one row
+        dq, dk, dv = dq[0], dk[0], dv[0]
     return Gradients(
-        *((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)),
+        dq,
+        dk,
+        dv,
         dbias=None if sums.dbias is None else sums.dbias.view(inputs.bias.shape).to(inputs.bias.dtype),
         dsinks=None if sums.dsinks is None else sums.dsinks.view(spec.num_heads).to(inputs.sinks.dtype),
         **{DAUX[number]: total.to(aux_of(inputs)[number].dtype) for number, total in (sums.daux or {}).items()},
