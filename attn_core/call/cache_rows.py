@@ -131,6 +131,7 @@ def value_check(q_len: Any, kv_len: Any, options: Mapping[str, Any]) -> Callable
     Args:
         options: the arguments of ``attention``, by name; the window is a pair.
     """
+    # As many queries as keys are a prompt, perhaps with padding; fewer are new tokens at the end of a cache.
     may_be_padded = is_number(q_len) and is_number(kv_len) and q_len == kv_len
     shifts = may_be_padded and has_diagonal(options) and options["alignment"] == "bottom_right"
     return _check_whole_rows if shifts else check_values
@@ -177,7 +178,7 @@ def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
     lengths = None if lengths is None else lengths.clip(0, kv_len)
     if starts is not None:
         starts = starts.clip(0, kv_len)
-        starts = starts if lengths is None else starts.clip(max=lengths)
+        starts = starts if lengths is None else starts.clip(max=lengths)  # an empty row, not one of negative length
     return CacheRows(lengths, starts, None if index is None else index.clip(0, cache_batch - 1))
 
 
@@ -188,7 +189,7 @@ def takes_pages(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
         sizes: the batch, q_len, kv_len and the rows of the cache.
         options: the arguments of ``attention``, by name; the window is a pair.
     """
-    if has_diagonal(options) and options["alignment"] != "bottom_right":
+    if has_diagonal(options) and options["alignment"] != "bottom_right":  # the only one that pages have
         return False
     if not all(map(is_number, sizes)) or 0 in sizes:  # a pool has pages of a size that is a number
         return False
@@ -212,6 +213,7 @@ def as_documents(
     (batch, count), kv_len = q.shape[:2], k.shape[1]
     lengths, starts, _ = clamped(rows, kv_len, k.shape[0])
     ends = first + (kv_len if lengths is None else lengths)
+    # Two documents for each row: the keys between the row before and this one's first key, then this one's keys.
     edges = xp.stack((first if starts is None else first + starts, ends), 1).reshape(-1)
     keys = xp.concatenate((first[:1], edges, first[-1:] + kv_len))
     longest = kv_len if starts is None else 2 * kv_len
@@ -248,18 +250,19 @@ def key_ranges_of(
     left, right = options["window"]
     right = 0 if options["causal"] else right
     some = next(array for array in rows if array is not None)
+    # ``some * 0``: an array of the caller's framework, device and mesh, which all others derive from.
     length = (some * 0 + key.shape[0] if rows.kv_lengths is None else rows.kv_lengths)[:, None]
     inside = key < length
     if rows.kv_starts is not None:
         inside = inside & (key >= rows.kv_starts[:, None])
-    # The query at the key's own position.
+    # The query at the key's own position. A window of keys, seen from the key, is one of queries, its sides exchanged.
     query = key - (length * 0 if options["alignment"] == "top_left" else length - q_len)
     start = (query - (FAR if right is None else min(right, FAR))).clip(0, q_len) * inside
     stop = (query + (FAR if left is None else min(left, FAR)) + 1).clip(0, q_len) * inside
     start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
     if theirs is not None:
         start, stop = xp.maximum(start, theirs[..., 0]), xp.minimum(stop, theirs[..., 1])
-        stop = xp.maximum(start, stop)
+        stop = xp.maximum(start, stop)  # disjoint ranges have no query in common
     return xp.stack((start, stop), -1), inside
 
 

@@ -94,7 +94,7 @@ class PagedCache(Generic[Array]):
         self.stored = describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
         places = (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = ([new((*places, dim), pool_dtype) for _ in range(num_layers)] for dim in channels)
-        scaled = 0 if kv_dtype is None else num_layers
+        scaled = 0 if kv_dtype is None else num_layers  # pages that are not quantised have none
         self.k_scales, self.v_scales = ([new(places, "float32") for _ in range(scaled)] for _ in "kv")
 
     def add(self, name: Hashable, tokens: Sequence[int] = (), *, salt: Hashable = None) -> int:
@@ -158,6 +158,7 @@ class PagedCache(Generic[Array]):
         try:
             pages = self.allocator.swap_in(name)
             self._from_host(self._swapped[name].pages, pages)
+            # In other pages now, so prompts must find their content anew.
             self.allocator.record(name, self._swapped[name].tokens)
         except BaseException:  # KeyboardInterrupt as well: the pages have no content yet
             if name in self.allocator:
@@ -188,7 +189,7 @@ class PagedCache(Generic[Array]):
         Raises:
             SpecError: naming the sequence that was freed, forked or stepped again after the step was taken.
         """
-        if not self._is_traced():
+        if not self._is_traced():  # a trace runs once, for all steps that its program will take
             check_step(self.allocator, step)
 
     def pages(self, layer: int, step: Step) -> Pages:

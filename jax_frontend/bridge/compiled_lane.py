@@ -205,8 +205,8 @@ def _type(buffer: Any, like: Any) -> Any:
 def _register(step: Any, platform: str) -> None:
     """Compiles a kernel and registers it with XLA, once in a process."""
     with _registering:
-        if step.attributes is not None:
-            step.attributes()
+        if step.attributes is not None:  # XLA has the target already; it gets the compiled kernel as an attribute
+            step.attributes()  # compiles, and caches what it returns
             return
         if step.target in _compile_seconds:
             return

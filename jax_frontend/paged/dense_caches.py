@@ -68,6 +68,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         return attention(*tensors, **others)
     if checks.enabled():
         value_checks.check_cache(*as_ranges(qkv, rows, options))
+    # As one differentiable function, because pages have no derivative: its rule takes the form of ranges.
     call = _Call(attention, Options.of(options), requested_names(options["backend"]), form == "documents")
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
@@ -152,6 +153,7 @@ def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRo
     """
     (batch, count), (cache_batch, kv_len) = queries, cache
     rows = cache_rows.clamped(rows, kv_len, cache_batch)
+    # A page is a row, so a sequence has one page, and the table one column.
     index = jnp.arange(batch, dtype=jnp.int32) if rows.cache_index is None else rows.cache_index
     lengths = jnp.full((batch,), kv_len, jnp.int32) if rows.kv_lengths is None else rows.kv_lengths
     offsets = None if count == 1 else jnp.arange(0, batch * count + 1, count, dtype=jnp.int32)

@@ -64,11 +64,13 @@ def as_options(visible: Visible, q_len: Any, kv_len: Any, device: Any) -> Visibl
     meaning = _meaning(value, shown, q_len, kv_len)
     _check_free(shown, meaning, visible)
     visible = visible._replace(mask=None) if names[0] == "mask" else visible._replace(bias=None)
+    # One object may mean several options: a bias, a window, and documents.
     if meaning.bias:
         if visible.bias is not None:
             raise SpecError(f"{shown} with bias=: expected one bias, because the object has one; add the two")
         visible = visible._replace(bias=value._bias)
     if meaning.window:
+        # A causal object counts the keys that a query sees, self included; the other one has our distances.
         window = (value._window_size - 1, 0) if meaning.causal else (value.window_left, value.window_right)
         visible = visible._replace(window=window)
     if meaning.documents:
@@ -108,7 +110,7 @@ def _check_free(shown: str, meaning: Meaning, visible: Visible) -> None:
 def _documents(value: Any, device: Any) -> SeqInfo:
     """Returns the blocks of a mask. Offsets on q's device are used as they are; else those on the host."""
     sides = (value.q_seqinfo, value.k_seqinfo)
-    if all([getattr(side.seqstart, "device", None) == device for side in sides]):
+    if all([getattr(side.seqstart, "device", None) == device for side in sides]):  # no copy, and no wait
         offsets = [side.seqstart for side in sides]
     else:
         queries = np.asarray(sides[0].seqstart_py, np.int32)

@@ -32,6 +32,7 @@ class OpOptions(NamedTuple):
         """The arguments of an op: the window as two numbers, functions and the numbers of arrays as text."""
         values: list[Any] = []
         named: dict[str, Any] = self.options._asdict()
+        # torch's schemas have numbers, flags and text, so everything else becomes one of them.
         for name, value in named.items():
             if name == "window":
                 values += value

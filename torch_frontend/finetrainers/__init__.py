@@ -122,15 +122,12 @@ def attention_dispatch(  # noqa: C901
         attn_mask, is_causal = as_causal(attn_mask, is_causal, query)
     if _is_compiling():
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        unclear = attention_kwargs or providers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
-        unclear = unclear or providers.may_share
-        if unclear or (attn_mask is not None and attn_mask.dim() == 2):
-            return _outside_the_graph(*call, attention_kwargs)
-        return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
+        return _in_compiled_code(call, attention_kwargs)
     if _modes() and (offered := _offer_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
         return offered[0]
     if type(attn_mask) is Tensor and attn_mask.layout is torch.strided and is_cut(attn_mask):
-        check_tensor("attn_mask", attn_mask)
+        check_tensor("attn_mask", attn_mask)  # raises: a kernel would read beyond the mask's memory
+    # The usual types need no check, and asking for them takes less time than a call of a check.
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
@@ -142,6 +139,7 @@ def attention_dispatch(  # noqa: C901
     if shared is not None:
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return run_over_ranks(shared, provider, call, attention_kwargs)
+    # A plain call needs no translation but the names of its arguments.
     native = provider is NATIVE and not attention_kwargs
     plain = not attention_kwargs and not dropout_p and (attn_mask is None or (native and is_table(attn_mask, query)))
     if plain and is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):
@@ -167,6 +165,18 @@ def attention_dispatch(  # noqa: C901
                 raise
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _run_as_torch(call) if native else run_on_provider(provider, call, attention_kwargs)
+
+
+def _in_compiled_code(call: DispatchCall, attention_kwargs: dict[str, Any] | None) -> Any:
+    """Runs a call that a compiler traces: as torch's own function, unless the provider decides what it means.
+
+    The compiler cannot see which provider is active, so such a call leaves the graph.
+    """
+    unclear = attention_kwargs or providers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
+    unclear = unclear or providers.may_share
+    if unclear or (call.attn_mask is not None and call.attn_mask.dim() == 2):  # a table of scores, or a mask of keys
+        return _outside_the_graph(*call, attention_kwargs)
+    return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
 
 
 def _offer_to_modes(*arguments: Any) -> tuple[Any] | None:

@@ -180,6 +180,7 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
     """Runs the steps of a checked call."""
     q, k_cache, v_cache, k, v, cos, sin, seqlens, index = call[:9]
     device, batch, tokens, new = seen[:4]
+    # The lengths before the new tokens: a number for all, none for full caches, or a tensor.
     if type(seqlens) is int:
         length = whole_length(seqlens, seen.capacity, new)
         seqlens = torch.full((batch,), length, dtype=torch.int32, device=device)
@@ -188,11 +189,12 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
     if seen.on_host:
         check_host_values(call, seqlens, seen.capacity, new)
     pages = call.block_table
-    if pages is None:
+    if pages is None:  # a dense cache: each row is a page, its own or the one of cache_batch_idx
         pages = tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
     if cos is not None:
         banded = options["causal"] or options["window"] is not None
         q = seen.rotate(q, cos, sin, positions_of(seqlens, tokens, banded), seen.interleaved)
+    # Append the new tokens; ``lengths`` count them.
     if seen.append is not None:
         offsets = () if new == 1 else (tables.equal_offsets(batch, new, device),)
         angles = () if cos is None else (cos, sin)
@@ -204,6 +206,7 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
         append(call, pages, lengths, seen.interleaved)
     else:
         lengths = seqlens
+    # Attend on the pages: by the backend's fast path, or if it has none for these tensors, as any paged call.
     offsets_q = None if tokens == 1 else tables.equal_offsets(batch, tokens, device)
     queries = q.squeeze(1) if tokens == 1 else q.flatten(0, 1)  # without the axis of size 1, in less time
     if seen.paged is not None:

@@ -127,12 +127,12 @@ def attend(  # noqa: C901
         if described is not None:
             call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
             if call is not None and call.positions is not None and call.positions() is not position_ids:
-                call = None
+                call = None  # its documents were read from other positions
         elif type(attention_mask) is Tensor and attention_mask.dtype is torch.bool:
             call = read_table(module, attention_mask, query.shape[2], key.shape[2])
     if call is None:
         context = huggingface_context.context_of(module, attention_mask)
-        if context is not None:
+        if context is not None:  # in a block of context parallelism, where rows are spread over ranks
             tables = {"attention_mask": attention_mask, "position_bias": position_bias}
             tables |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
             tables |= {"indices": indices, "sinks": sinks}
@@ -156,7 +156,7 @@ def attend(  # noqa: C901
         call = with_selected(call, selected_keys(indices, query, key), query.shape[0])
     if options["invariant"] == "prefix" and query.shape[2] == 1:
         call = of_prompt(call)
-    if call.seen is not None:
+    if call.seen is not None:  # the rest of a static cache is empty
         key, value = key[:, :, : call.seen], value[:, :, : call.seen]
     results: Any = attention(
         query,

@@ -99,13 +99,14 @@ class PagedKVCache(PagedCache[Tensor]):
         copies = []
         for pool in _indexable(self._pool_lists()):
             there = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device="cpu", pin_memory=pinned)
+            # Without waiting for the GPU: what follows on its stream may overwrite the pages, but not before the copy.
             copies.append(there.copy_(pool[index], non_blocking=pinned))
         return _OnHost(copies, torch.cuda.current_stream(device).record_event() if pinned else None)
 
     def _from_host(self, there: _OnHost, pages: tuple[int, ...]) -> None:
         device = self.k_pages[0].device
         index = torch.tensor(pages, dtype=torch.int64, device=device)
-        if there.copied is not None:
+        if there.copied is not None:  # another stream than this one may have copied
             torch.cuda.current_stream(device).wait_event(there.copied)
         # In place, because a captured CUDA graph reads these very tensors.
         for pool, copy in zip(_indexable(self._pool_lists()), there.copies, strict=True):

@@ -212,9 +212,11 @@ def _as_ranges(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywor
         k, v = (tensor.index_select(0, rows.cache_index) for tensor in (k, v))
     key, theirs = torch.arange(kv_len, dtype=torch.int32, device=device), _their_ranges(q, options["key_ranges"])
     ranges, inside = cache_rows.key_ranges_of(torch, key, rows, q_len, theirs, options)
+    # Keys beside a row may be NaN, and not every kernel keeps hidden ones apart.
     outside = ~inside[:, :, None, None]
     k, v = (tensor.masked_fill(outside, 0.0) for tensor in (k, v))
-    changed: Keywords = {"key_ranges": ranges, "causal": False, "window": None}
+    changed: Keywords = {"key_ranges": ranges, "causal": False, "window": None}  # the ranges contain the band
+    # ALiBi counts from the diagonal of each row's own length, which one call of ``attention`` has not.
     if options["alibi_slopes"] is not None and options["alignment"] != "top_left":
         slopes = options["alibi_slopes"].detach().to(torch.promote_types(q.dtype, torch.float32))
         length = torch.full((len(q),), kv_len, device=device) if rows.kv_lengths is None else rows.kv_lengths
@@ -256,7 +258,8 @@ def prepare(request: Request) -> Prepared | None:
     if request.needs or named.pop("layout") != "bshd" or named["dropout"] != 0.0:
         return None
     if any([entry is not None and entry[2] != q[2] for entry in request.entries]):
-        return None
+        return None  # the general path moves tables to q's device
+    # The checks of ``_checked``, from metadata. Only those of values are left for each call.
     rows = CacheRows(*(entry and plan.facts(*entry) for entry in arrays))
     given = named | cache_rows.ABSENT | {"alibi_slopes": slopes}
     cache_rows.check_arguments(rows, {"q": q[0], "k": k[0], "v": v[0]}, given)
@@ -266,7 +269,7 @@ def prepare(request: Request) -> Prepared | None:
     options, where = given | {"window": call.window}, ("torch", plan.device_name(q[2]))
     sizes = (*q[0][:2], k[0][1], k[0][0])
     if form_of(rows, sizes, options, plan.arrays_of(tensors), where, names) != "pages":
-        return None
+        return None  # the other forms are calls of ``attention``, which prepares them itself
     on_host, check_rows = q[2].type == "cpu", cache_rows.value_check(q[0][1], k[0][1], options)
     paged = None if rows.kv_starts is not None or slopes is not None else _paged(request, call, names)
     keywords = {**named, "window": call.window, "backend": request.requested}

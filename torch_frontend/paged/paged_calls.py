@@ -90,12 +90,13 @@ def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
     """
     fills = plan.spec.return_lse
 
+    # more: cu_seqlens_q, k_scales and v_scales, for backends that take them.
     def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None, *more: Any) -> Any:
         if sizes is not None:
-            if table.numel() > FEW_ENTRIES:
+            if table.numel() > FEW_ENTRIES:  # numpy is faster from here on; it raises the error of a wrong entry
                 check_values(None, 0, k, table, lengths, None)
             elif not are_valid(sizes, table.tolist(), lengths.tolist()):
-                return None
+                return None  # the general path raises the error
         try:
             results = shortcut(q, k, v, table, lengths, sinks, *more)
         except Exception as error:
@@ -103,7 +104,8 @@ def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
             raise
         if results is None or sinks is None or not fills:
             return results
-        last = more[0][-1] if more and more[0] is not None else None
+        offsets = more[0] if more else None
+        last = None if offsets is None else offsets[-1]  # rows behind it have no sequence
         # The log-sum-exp of a row that sees no key becomes its sink.
         return results[0], run_plan.fill_with_sinks(results[1], sinks, last)
 

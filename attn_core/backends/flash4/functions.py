@@ -166,6 +166,7 @@ def score_functions(
     """
 
     def index_of(pair: int, b: Any, h: Any, q_idx: Any, kv_idx: Any, info: Any) -> Any:
+        """Returns (b, h, q, k) of one of the pairs that the kernel passes at once, counted as the caller counts."""
         row, head, query, key = b[pair], h[pair], q_idx[pair], kv_idx[pair]
         if packed:
             from cutlass import Int32
@@ -186,6 +187,7 @@ def score_functions(
 
         return each_pair(each, scores)
 
+    # In the backward scores are whole: the forward's scale is over the cap, see below.
     def recompute(
         scores: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = ()
     ) -> Any:
@@ -217,6 +219,7 @@ def score_functions(
     functions = ScoreFunctions(forward, recompute, gradient)
     for name, function in functions._asdict().items():
         key = (name, tree.digest, cap, behind_spans, arrays, packed, inside)
+        # Everything that the code depends on, in the key of flash-attn-4's compiled kernels.
         function.__cute_hash__ = f"attn_core.score{key}"
         setattr(function, TRUE_INDICES, True)
     return functions

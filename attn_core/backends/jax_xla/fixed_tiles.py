@@ -434,7 +434,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import jax.numpy as jnp
     from jax import lax
 
-    if 1 in (spec.head_dim, spec.value_dim):
+    if 1 in (spec.head_dim, spec.value_dim):  # the comment below says why
         wider = _of_two_channels(spec)
         out, dout = (_filled(array, wider.value_dim) for array in (out, dout))
         found = backward(wider, _filled_inputs(wider, inputs), out, lse, dout, dlse)
@@ -451,6 +451,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     start_values = [jnp.zeros(array.shape, wide) + tiled.zero.astype(wide) for array in (tiled.q, tiled.k, tiled.v)]
 
     def tile(number: Any, document: Document, head: Any, totals: Any) -> Any:
+        """Adds what a tile of queries of one head contributes: its dq as a whole, and its shares of dk and dv."""
         dq, *others = totals
         q, here, row_out, row_lse, row_dlse = (
             tiled.queries(array, document, head, number) for array in (tiled.q, *saved)
@@ -464,6 +465,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         row_lse = jnp.where(real & (row_lse != -jnp.inf), row_lse, jnp.inf)
 
         def step(block: Any, sums: Any) -> Any:
+            """Adds a tile of keys. of_tile: the sums of dq."""
             of_tile, dk, dv = sums
             k, v = (tiled.keys(array, document, head, block) for array in (tiled.k, tiled.v))
             scores, seen, slope = _scores(spec, tiled, document, head, number, block, q)
@@ -481,6 +483,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _put(dq, of_tile, document, head, document.tile_start(number)), *others
 
     dq, dk, dv = _over_tiles(spec, tiled, documents, tile, tuple(start_values))
+    # Without the padding: a tile of rows on either side of the queries, and one behind the keys.
     dq = spec.scale * dq[:, QUERY_TILE : QUERY_TILE + spec.q_len]
     dk, dv = (array[:, :, : spec.kv_len].transpose(0, 2, 1, 3) for array in (spec.scale * dk, dv))
     dsinks = None

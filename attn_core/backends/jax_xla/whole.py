@@ -130,6 +130,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
 
+    # The weights, from the saved log-sum-exp; of rows with large logits from sums that are computed again.
     def sums_again() -> tuple[Any, Any]:
         again, _, shown = _logits_of(spec, call, inputs, scores, visible)
         return with_sink(call.sinks, *_softmax(spec, call, again, shown)[1:])
@@ -145,12 +146,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     weights = jnp.exp(log_weights(logits, saved, rest))
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
+    # Their gradients, and those of the logits and of the scores before score function and softcap.
     tile = tile_at(spec, call, 0, 0)
     dweights = dropped(spec, call, product("bhgie,bhje->bhgij", douts, call.v, wide), tile)
     dlogits = weights * (dweights + shift)
     dscores = spec.scale * (dlogits if slope is None else dlogits * slope)
     q, k = call.q, call.k
-    if seen is not None:
+    if seen is not None:  # 0 times the NaN of a hidden key is NaN
         dscores = jnp.where(seen, dscores, 0)
         q, k = finite_constant(q), finite_constant(k)
     dtype = sum_dtype(spec)

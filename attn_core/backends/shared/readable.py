@@ -44,6 +44,7 @@ def readable(tensor: Any, can_read: Rule = whole_vectors) -> Any:
 
 def readable_rows(q: Any, k: Any, v: Any, can_read: Rule = whole_vectors) -> tuple[Any, Any, Any]:
     """Returns three tensors whose rows are a multiple of 16 bytes as ``readable``, with one test for the usual case."""
+    # Contiguous rows of whole vectors begin at whole vectors if the first one does; the addresses are tested at once.
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     if contiguous and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return q, k, v

@@ -30,6 +30,7 @@ class Range:
 
         self._record = torch.autograd.profiler.record_function(self.name)
         self._record.__enter__()
+        # False from here on if this build has none, so that ``stop`` ends what was started.
         self.nvtx = self.nvtx and _push(self.name)
 
     def stop(self) -> None:

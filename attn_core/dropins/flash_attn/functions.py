@@ -359,6 +359,7 @@ class FlashAttention2(Generic[Array, Random]):
         ``attention``."""
         frontend, as_one = cls.frontend, len(arrays) == 1
         if check_flag("return_attn_probs", with_weights):
+            # [tokens, 3, heads, dim], or with a batch axis in front
             qkv = frontend.unstack(arrays[0], 1 if "seq_info" in options else 2) if as_one else arrays
             return _with_weights(frontend, qkv, check_number("dropout_p", dropout), rng, options)
         attention = frontend.attention_qkvpacked if as_one else frontend.attention
