@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pkgutil import iter_modules
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.contract import Backend, ForwardModePass, Pages, Program, Ranks, RowMaximumPass
 from attn_core.backends.shared import known_bad
@@ -25,6 +25,9 @@ from attn_core.call.after_fork import free_in_children
 from attn_core.call.masks import Band, band
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 from attn_core.errors import SpecError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ANY",
@@ -103,7 +106,7 @@ def _found(name: str) -> Backend | None:
 
 
 @cached_once
-def _entry_points() -> tuple[Iterator[Any], dict[str, str]]:
+def _entry_points() -> tuple[Iterator[EntryPoint], dict[str, str]]:
     """Returns the entry points that nobody has read, and the reasons of ``broken_plug_ins``.
 
     Not when attn_core is imported, because it looks at every installed package.

@@ -12,12 +12,16 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attn_core.backends.shared.kernel_programs import KernelProgram
 
 TORCH_FLAGS = ("flash", "mem_efficient", "cudnn", "math")
 """The kernels of torch's own attention, as its flags name them: ``torch.backends.cuda.enable_flash_sdp`` and so on."""
 
 Ranks = Mapping[str, int]
+Buffers = tuple["Tensor | None", "Tensor | None"]
+"""The caller's buffers for (out, lse) or (dout, dlse), see ``Backend.writes_into``; None for a result without one."""
 Shortcut = Callable[..., "tuple[Any, Any] | None"]
 WithMaximum = Callable[[AttentionSpec, Inputs], tuple[Any, Any, Any]]
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Buffers
 from attn_core.backends.shared import first_calls, kernel_limits, rewrites
 from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.readable import copied, readable, writable
@@ -34,6 +34,11 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Result = TypeVar("Result")
 
 FORWARD = Support(
     kernel="the FFPA kernel",
@@ -100,7 +105,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     import torch
 
     q, k, v = _operands(*inputs[:3])
@@ -117,7 +122,13 @@ def _fits_in_tiles(spec: AttentionSpec) -> bool:
 
 
 def _backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    into: Gradients | None,
+    dlse: Tensor | None = None,
 ) -> Gradients:
     tensors = (*_operands(*inputs[:3]), readable(out), readable(dout), lse.contiguous())
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
@@ -125,13 +136,13 @@ def _backward(
     return Gradients(*entry_points().backward(*tensors, **keywords, dq=dq, dk=dk, dv=dv))
 
 
-def _operands(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v without their graphs, as the kernels read them: v in memory of its own."""
     q, k, v = readable(q.detach()), readable(k.detach()), readable(v.detach())
     return q, k, copied(v) if v.data_ptr() == k.data_ptr() else v
 
 
-def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
+def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Tensor]:
     """Returns the offsets of packed documents, with two more documents for the tokens behind the last one.
 
     The first has the queries and no key, so they are rows that see no key; the second has the keys and no query.
@@ -152,13 +163,19 @@ def _width(dim: int) -> int:
 KERNEL = rewrites.Kernel(_forward, _backward, _width, lse_gradient=True)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
     return _compiled(spec, inputs, "forward", partial(rewrites.forward, KERNEL, spec, inputs, into))
 
 
 def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    into: Gradients | None = None,
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
     half = "backward" if dlse is None else "backward with the gradient of the log-sum-exp"
@@ -166,7 +183,7 @@ def backward(
     return _compiled(spec, inputs, half, run)
 
 
-def _compiled(spec: AttentionSpec, inputs: Inputs, half: str, run: Callable[[], Any]) -> Any:
+def _compiled(spec: AttentionSpec, inputs: Inputs, half: str, run: Callable[[], Result]) -> Result:
     """Runs a call; if it is the first of its kind, alone in the process."""
     how, width = lower(spec), _width(max(spec.head_dim, spec.value_dim))
     sides = how["causal"], how["window_size_left"] is None, how["window_size_right"] is None

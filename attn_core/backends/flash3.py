@@ -20,15 +20,15 @@ is read back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attn_core.backends.contract import Backend, Timing
+from attn_core.backends.contract import Backend, Buffers, Timing
 from attn_core.backends.shared import pages, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.caches import cached_once
@@ -40,6 +40,10 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 NAME = "the FlashAttention 3 kernel"
 WIDTHS = (64, 96, 128, 192, 256)
@@ -131,7 +135,9 @@ def operators() -> Operators:
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
-def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:
+def prepare(
+    operator: OpOverload, settings: dict[str, object], tensors: tuple[str, ...]
+) -> Callable[..., Sequence[Tensor]]:
     """Returns a function of some tensors that runs an operator with settings, both by the names in its schema.
 
     Arguments without a setting have the schema's default; tensors that are not named are None. The function calls the
@@ -168,7 +174,7 @@ heads (the kernel's own choice for every packed call). Measured on an H200, head
 equal. Shorter documents would leave tiles of one head partly empty."""
 
 
-def forward_tiles(spec: AttentionSpec) -> dict[str, Any]:
+def forward_tiles(spec: AttentionSpec) -> dict[str, int | None]:
     """Returns the forward's tiling arguments. They depend on shapes alone, so that equal calls give equal bits.
 
     num_splits = 0 lets the kernel split the keys if the queries alone do not fill the GPU, as in decoding; builds
@@ -227,31 +233,33 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Any]:
+def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Sequence[Tensor]]:
     """Returns a function of the named tensors that runs the operator for a spec."""
     settings = tuple((name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction])
     return _prepared(direction, tensors, settings)
 
 
 @lru_cache(maxsize=4096)  # few settings depend on lengths, so the steps of a decoding loop share one function
-def _prepared(direction: str, tensors: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _prepared(
+    direction: str, tensors: tuple[str, ...], settings: tuple[tuple[str, object], ...]
+) -> Callable[..., Sequence[Tensor]]:
     return prepare(getattr(operators(), direction), dict(settings), tensors)
 
 
-def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """See ``Backend.shortcut_of``: the operator alone, for calls without a gradient."""
     if spec.needs_backward or not rewrites.is_native(KERNEL, spec):
         return None
     operator = _operator(spec, "forward", "q", "k", "v")
 
-    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = operator(*readable_rows(q, k, v))
         return out, lse
 
     return run
 
 
-def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Buffers | None) -> tuple[Tensor, Tensor]:
     if spec.paged is not None:
         return pages.flash3(spec, inputs, into, partial(_operator, spec, "forward"))
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
@@ -261,7 +269,9 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     return result if out is None else out, lse
 
 
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, into: Gradients | None
+) -> Gradients:
     import torch
 
     buffers = (None, None, None) if into is None else map(writable, into[:3])
@@ -275,7 +285,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return Gradients(*gradients)
 
 
-def _offsets(inputs: Inputs) -> tuple[Any, Any]:
+def _offsets(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     if inputs.cu_seqlens_q is None:
         return None, None
     return inputs.cu_seqlens_q.contiguous(), inputs.cu_seqlens_k.contiguous()
@@ -289,7 +299,7 @@ SMALLEST_FACTOR = 2.0**-100
 """The smallest factor, so that a group of zeros is not divided by 0."""
 
 
-def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of the kernel on e4m3 inputs; it always writes bfloat16, converted for float16 calls."""
     sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
     rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
@@ -299,7 +309,9 @@ def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, A
     return result if native else result.to(inputs.q.dtype), lse
 
 
-def _attend_e4m3(spec: AttentionSpec, rounded: Inputs, factors: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
+def _attend_e4m3(
+    spec: AttentionSpec, rounded: Inputs, factors: Sequence[Tensor | None], out: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Returns (out in bfloat16, lse) of q, k and v in float8_e4m3fn.
 
     Args:
@@ -313,7 +325,7 @@ def _attend_e4m3(spec: AttentionSpec, rounded: Inputs, factors: tuple[Any, ...],
 
 
 @without_gradient
-def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
+def quantise(tensor: Tensor, kv_heads: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the tensor as float8_e4m3fn, and the float32 factors that restore its values, ``[batch, kv_heads]``.
 
     Factors ignore NaN and Inf, so that these do not affect other rows. NaN and Inf themselves become NaN.
@@ -337,7 +349,7 @@ def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, A
     return scaled.to(torch.float8_e4m3fn).flatten(-3, -2), factors
 
 
-def _by_document(largest: Any, cu_seqlens: Any) -> tuple[Any, Any]:
+def _by_document(largest: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the factors of documents and of tokens. largest: each token's largest value, ``[tokens, kv_heads]``."""
     import torch
 
@@ -352,7 +364,7 @@ def _by_document(largest: Any, cu_seqlens: Any) -> tuple[Any, Any]:
     return factors[:documents], factors[document]
 
 
-def _factors(largest: Any) -> Any:
+def _factors(largest: Tensor) -> Tensor:
     return (largest.float() / LARGEST_E4M3).clamp_min(SMALLEST_FACTOR)
 
 
@@ -367,7 +379,9 @@ def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple
     return refuses(replace(spec, dtype="bfloat16"), device, build)  # it needs no float16 kernel for float16 inputs
 
 
-def forward_of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+def forward_of_e4m3(
+    spec: AttentionSpec, inputs: Inputs, factors: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor]:
     own = FP8.runs(spec)
     for name in ("head_dim", "value_dim"):
         actual, width = getattr(spec, name), getattr(own, name)

@@ -21,12 +21,12 @@ Sinks are added after the kernel, and its backward gets out and lse with them, w
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared import kernel_limits
@@ -37,6 +37,10 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import DTypeLike
 
 FORWARD = Support(
     kernel="the FlashAttention 3 kernel for XLA",
@@ -202,7 +206,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable."""
     with usual_promotion():
         q, k, v = _padded(spec, *inputs[:3])
@@ -213,39 +217,45 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         return with_sinks(out, lse, inputs.sinks) if spec.sinks else (out, lse)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: None
+) -> Gradients:
     """Returns the gradients from the saved out and lse; traceable. dlse is None, because no claim covers it."""
     with usual_promotion():
         wide = _padded(spec, dout, *inputs[:3], out)
         _, q, k, v, _ = wide
         sequences = spec.documents or spec.batch
         rows = spec.q_len * (1 if spec.packed else spec.batch) + TILE * (sequences + 1)
-        types = (*((like.shape, like.dtype) for like in (q, k, v)), *[((spec.num_heads * rows,), "float32")] * 2)
+        types: Types = (*((like.shape, like.dtype) for like in (q, k, v)), *[((spec.num_heads * rows,), "float32")] * 2)
         dq, dk, dv, _, _ = _run(spec, "bwd", types, *wide, lse, *_offsets(inputs))
         dsinks = sink_gradient(inputs.sinks, out, lse, dout) if spec.sinks else None
         dq, dk, dv = dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.value_dim]
         return Gradients(dq, dk, dv, dsinks=dsinks)
 
 
-def _padded(spec: AttentionSpec, *arrays: Any) -> tuple[Any, ...]:
+def _padded(spec: AttentionSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the arrays at the width that the kernel runs, with zeros in the other channels."""
     import jax.numpy as jnp
 
     width = whole_eights(max(spec.head_dim, spec.value_dim))
 
-    def pad(array: Any) -> Any:
+    def pad(array: jax.Array) -> jax.Array:
         missing = width - array.shape[-1]
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
     return tuple(map(pad, arrays))
 
 
-def _offsets(inputs: Inputs) -> tuple[Any, ...]:
+def _offsets(inputs: Inputs) -> tuple[jax.Array, ...]:
     return () if inputs.cu_seqlens_q is None else (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
 
 
-def _run(spec: AttentionSpec, direction: str, types: tuple[tuple[Any, Any], ...], *operands: Any) -> tuple[Any, ...]:
-    """Runs a handler on operands. types: of its results, (shape, dtype) each."""
+Types = tuple[tuple[tuple[int, ...], "DTypeLike"], ...]
+"""(shape, dtype) of each result."""
+
+
+def _run(spec: AttentionSpec, direction: str, types: Types, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs a handler on operands."""
     import numpy as np
 
     kinds = {bool: bool, int: np.int64, float: np.float64}  # a Python int or float would have 32 bits
@@ -254,7 +264,7 @@ def _run(spec: AttentionSpec, direction: str, types: tuple[tuple[Any, Any], ...]
     return tuple(_call(OUR_NAMES[handler], _types_like(operands[0], types), *operands, **attributes))
 
 
-def _types_like(operand: Any, types: tuple[tuple[Any, Any], ...]) -> tuple[Any, ...]:
+def _types_like(operand: jax.Array, types: Types) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of results, varying over the same mesh axes of ``jax.shard_map`` as an operand."""
     import jax
 
@@ -264,7 +274,9 @@ def _types_like(operand: Any, types: tuple[tuple[Any, Any], ...]) -> tuple[Any, 
     return tuple(jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), **varying) for shape, dtype in types)
 
 
-def _call(target: str, types: tuple[Any, ...], *operands: Any, **attributes: Any) -> Any:
+def _call(
+    target: str, types: tuple[jax.ShapeDtypeStruct, ...], *operands: jax.Array, **attributes: object
+) -> Sequence[jax.Array]:
     import jax
 
     register()

@@ -17,10 +17,11 @@ later. ``local_window_size=(left, 0)`` is inclusive, as ours; jax.nn itself adds
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.shared.aten_masks import explicit
@@ -30,6 +31,10 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
 
 FORWARD = Support(
     kernel="cuDNN through jax.nn",
@@ -172,13 +177,15 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     return {**how, "is_causal": True}
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, None]:
     """Returns (out, None): there is no log-sum-exp. Traceable."""
     with usual_promotion():
         return _attend(spec, inputs.mask, inputs.bias, *inputs[:3]), None
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: jax.Array, lse: jax.Array | None, dout: jax.Array, dlse: None
+) -> Gradients:
     """See ``Backend.backward``; traceable."""
     import jax
 
@@ -187,7 +194,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return Gradients(*pull(dout))
 
 
-def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -> Any:
+def _attend(
+    spec: AttentionSpec, mask: jax.Array | None, bias: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
     import jax.numpy as jnp
 
     how = lower(spec)
@@ -200,7 +209,7 @@ def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -
     return jnp.where(jnp.swapaxes(has_key, 1, 2), out, jnp.zeros_like(out))  # [batch, q_len, heads, 1]
 
 
-def attention_of_jax() -> Any:
+def attention_of_jax() -> Callable[..., Any]:
     """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12).
 
     The public name may be ours by now, and calling that would recurse.
@@ -214,7 +223,9 @@ def attention_of_jax() -> Any:
     return functions.dot_product_attention
 
 
-def _additive(spec: AttentionSpec, mask: Any, bias: Any, dtype: Any) -> tuple[Any, Any]:
+def _additive(
+    spec: AttentionSpec, mask: jax.Array | None, bias: jax.Array | None, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
     """Returns the additive array, and whether each row sees a key: ``[batch or 1, heads or 1, q_len, 1]``."""
     import jax.numpy as jnp
 

@@ -22,6 +22,7 @@ from attn_core.errors import SpecError, shown
 from attn_core.expressions.tracing import Aux
 
 Changes = dict[str, Any]
+Function = Callable[..., object] | None
 
 DEVICE = re.compile(r"(?!gpu$|nvidia|amd)[a-z][a-z0-9_]*")
 """A device as a Target names it. ``gpu`` is JAX's word for GPUs of all vendors."""
@@ -55,7 +56,7 @@ def place_of(error: BaseException) -> str:
     return f" (in {of_others[-1].filename}, line {of_others[-1].lineno})" if of_others else ""
 
 
-def check(record: Any) -> None:
+def check(record: Backend) -> None:
     """Checks a record and those of its kinds of devices.
 
     Raises:
@@ -107,7 +108,7 @@ def _check_members(record: Backend) -> None:
             raise fault(record, field.name, f"expected {field.type}, got {shown(value)}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Returns whether a value has the type of an annotation."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -179,7 +180,7 @@ def _check_claims(record: Backend, support: Support, *, gradient: bool) -> None:
                 raise fault(record, f"{member}.{claim}", f"claimed on {device}, but {faults[0]}; {way_out}")
 
 
-def _first_fault(record: Backend, support: Support, call: dict[str, Any], device: str) -> str | None:
+def _first_fault(record: Backend, support: Support, call: Changes, device: str) -> str | None:
     """Returns why a backend does not run a call that it claims; None if it does."""
     try:
         spec = AttentionSpec(**call)
@@ -237,7 +238,7 @@ def _uses_of_pages(support: Support) -> Iterator[tuple[str, tuple[Changes, ...]]
         yield f"page_dtypes={dtype!r}", tuple(forms)
 
 
-def _functions(mask_mod: Any = None, score_mod: Any = None, aux: tuple[Aux, ...] = ()) -> dict[str, Any]:
+def _functions(mask_mod: Function = None, score_mod: Function = None, aux: tuple[Aux, ...] = ()) -> Changes:
     """Returns the fields of a call with a mask function or a score function."""
     return dict(zip(("mask_mod", "score_mod", "aux"), trace(mask_mod, score_mod, aux)))
 

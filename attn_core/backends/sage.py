@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Buffers
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.known_bad import numbers_of
@@ -30,6 +30,9 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="SageAttention",
@@ -96,7 +99,7 @@ def probe(word: str = "auto") -> str:
     """Imports the package's function and returns the package's version."""
     from importlib.metadata import version
 
-    import sageattention.core  # type: ignore[import-not-found]
+    import sageattention.core
 
     function, installed = FUNCTIONS[word], version("sageattention")
     if not hasattr(sageattention, function.name):
@@ -132,8 +135,8 @@ def lower(spec: AttentionSpec, word: str = "auto") -> dict[str, Any]:
 
 
 @cache
-def _function(name: str) -> Any:
-    import sageattention  # type: ignore[import-not-found]
+def _function(name: str) -> Callable[..., Any]:
+    import sageattention
 
     return getattr(sageattention, name)
 
@@ -143,7 +146,7 @@ def _width(dim: int) -> int:
 
 
 @without_gradient
-def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) at a width that the kernels have. The log-sum-exp is NaN if it was not requested."""
     import torch
 
@@ -165,10 +168,10 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     means = mean.float().repeat_interleave(spec.group_size, dim=2)
     # Subtracting k's mean took q . mean from every score of a row: [batch, heads, q_len]
     mean_share = (q.float() * means).sum(-1).transpose(1, 2)
-    return out, lse + spec.scale * mean_share
+    return out, lse + spec.scale * mean_share  # type: ignore[operator]  # every spec has set its scale
 
 
-def _no_gradient(*_: Any) -> Gradients:
+def _no_gradient(*_: object) -> Gradients:
     raise NotImplementedError("backward: this kernel has no gradient")
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, KeptPlans, Timing
+from attn_core.backends.contract import Backend, Buffers, KeptPlans, Timing
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.autograd import copy_other_layouts, recording, without_gradient
@@ -28,6 +28,11 @@ from attn_core.backends.shared.readable import readable, readable_rows
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 NAME = "cuDNN attention"
 
@@ -110,7 +115,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[OpOverload, OpOverload]:
     import torch
 
     ops = torch.ops.aten
@@ -118,12 +123,12 @@ def _kernels() -> tuple[Any, Any]:
 
 
 @without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     return rewrites.forward(_kernel(spec), spec, inputs)
 
 
-def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     has_bias = explicit(spec)
     if not rewrites.is_native(_kernel(spec), spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
@@ -132,7 +137,9 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     is_causal, scale, with_lse, lse_shape = how["is_causal"], how["scale"], how["with_lse"], spec.lse_shape
     prepared = None if how["band_in_bias"] else additive_of(spec, spec.dtype, aligned=False)
 
-    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         added = None
         if has_bias:
             added = prepared(mask, bias) if prepared else additive(spec, how, q, mask, bias)
@@ -146,12 +153,14 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
 
 
 @without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Runs the op, which allocates its results; ``into`` is unused."""
     import torch
 
@@ -167,7 +176,9 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     return out.transpose(1, 2), lse
 
 
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, into: Gradients | None
+) -> Gradients:
     """Returns the gradients by torch's op, whose axes are ``[batch, heads, seq, dim]``."""
     import torch
 
@@ -218,7 +229,7 @@ def _kernel(spec: AttentionSpec) -> rewrites.Kernel:
     return APART if apart else KERNEL
 
 
-def additive(spec: AttentionSpec, how: dict[str, Any], q: Any, mask: Any, bias: Any) -> Any:
+def additive(spec: AttentionSpec, how: dict[str, Any], q: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns mask, bias and band as one tensor ``[batch or 1, heads or 1, q_len or 1, kv_len]`` in q's dtype."""
     import torch
 
@@ -229,7 +240,7 @@ def additive(spec: AttentionSpec, how: dict[str, Any], q: Any, mask: Any, bias: 
     return aten_masks.additive(mask, bias, q.dtype, spec.kv_len, aligned=False)
 
 
-def kernel_bias(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tuple[Any, Any]:
+def kernel_bias(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """Returns the kernel's bias, and the rows that see no key if the kernel would not give 0 for them; else None."""
     import torch
 
@@ -242,7 +253,7 @@ def kernel_bias(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tup
     return added.masked_fill(empty, 0.0), empty
 
 
-def as_allocated_for(q: Any, tensor: Any) -> Any:
+def as_allocated_for(q: Tensor, tensor: Tensor) -> Tensor:
     """Returns ``[batch, heads, q_len, dim]`` in the layout in which torch allocates the output for q, copied if needed.
 
     torch caches plans by the strides of q, k and v alone, but a plan fixes the strides of all tensors.
@@ -254,7 +265,9 @@ def as_allocated_for(q: Any, tensor: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _strides_of_results(shape: Any, strides: Any, width: int, device: Any) -> tuple[int, ...]:
+def _strides_of_results(
+    shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device
+) -> tuple[int, ...]:
     import torch
 
     if width == shape[3]:
@@ -265,7 +278,7 @@ def _strides_of_results(shape: Any, strides: Any, width: int, device: Any) -> tu
 
 
 @lru_cache(maxsize=64)
-def _filled(order: tuple[int, ...], device: Any) -> tuple[int, ...]:
+def _filled(order: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
     """Returns the axes of an output of another width than q's from the innermost one on; ``order`` are q's axes.
 
     torch's versions sort the axes in different ways (``alloc_with_matching_layout``), so a tiny call shows the order.
@@ -300,7 +313,7 @@ TRIALS = ((1, 64), (130, 128))
 
 
 @cache
-def forward_binding() -> Any:
+def forward_binding() -> Callable[..., tuple[Any, ...]]:
     """Returns torch's Python binding of the forward op. A call of it is shorter than a call of the op itself."""
     import torch
 
@@ -326,7 +339,7 @@ def _trials() -> bool:
         return all(_gives_zero(queries, head_dim) for queries, head_dim in TRIALS)
 
 
-def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
+def _gives_zero(queries: int, head_dim: int, device: str = "cuda") -> bool:
     """Returns whether the last query, which sees no key, has empty results, and its dout no effect on dk and dv."""
     import torch
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, Timing
+from attn_core.backends.contract import Backend, Buffers, Timing
 from attn_core.backends.shared import kernel_limits, pages, rewrites
 from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.first_calls import averages, runs
@@ -32,6 +33,9 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "the FlashAttention 2 kernel"
 
@@ -163,28 +167,28 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @cached_once
-def _extension() -> Any:
+def _extension() -> ModuleType:
     """Returns the module that has ``fwd``, ``bwd``, ``varlen_fwd`` and ``varlen_bwd``."""
     interface = import_module("flash_attn.flash_attn_interface")  # loads torch's libraries, which the extension needs
     triton = getattr(interface, "USE_TRITON_ROCM", False)
     return interface.flash_attn_gpu if triton else import_module("flash_attn_2_cuda")
 
 
-def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """See ``Backend.shortcut_of``: the kernel alone, for calls without a gradient."""
     how = lower(spec)
     if spec.invariant is not None or spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
         return None
     kernel, settings = _extension().fwd, _settings(spec, how, None)
 
-    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         results = kernel(*readable_rows(q, k, v), None, *settings, False, None)
         return results[0], results[-3]
 
     return run
 
 
-def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) by the kernels of the extension. The order of their arguments is the extension's."""
     if spec.paged is not None:
         return pages.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
@@ -202,10 +206,13 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
         out = buffer  # the kernel may return another view of it, which the caller would copy onto itself
     if how["empty_rows"]:  # +inf in the kernel; nan= leaves NaN as it is, nan_to_num_ would write 0
         lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
-    return out, shift_lse(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
+    # Only slopes shift it.
+    return out, shift_lse(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse  # type: ignore[arg-type]
 
 
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, into: Gradients | None
+) -> Gradients:
     if spec.invariant is not None and spec.batch > 1:
         return _backward_of_rows(spec, inputs, out, lse, dout)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
@@ -213,14 +220,14 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     run = extension.varlen_bwd if spec.packed else extension.bwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if spec.packed else ()
     rng_state = rng_state_of(inputs) if spec.dropout else None
-    lse = shift_lse(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse
+    lse = shift_lse(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse  # type: ignore[arg-type]
     tensors = map(readable, (dout, inputs.q, inputs.k, inputs.v, out))
     settings = _settings(spec, how, slopes)
     gradients = run(*tensors, lse.contiguous(), *buffers, *offsets, *settings, how["deterministic"], None, rng_state)
     return Gradients(*gradients[:3])
 
 
-def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[Any, ...]:
+def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Tensor | None) -> tuple[object, ...]:
     """Returns the arguments that all four functions share, in order. True: packed functions zero results first."""
     mask = (how["causal"], how["window_size_left"], how["window_size_right"], how["softcap"])
     if spec.packed:
@@ -243,14 +250,14 @@ def _packed_spec(spec: AttentionSpec) -> AttentionSpec:
 def _packed_inputs(spec: AttentionSpec, inputs: Inputs) -> Inputs:
     import torch
 
-    def offsets(length: int) -> Any:
+    def offsets(length: int) -> Tensor:
         return torch.arange(0, spec.batch * length + 1, length, dtype=torch.int32, device=inputs.q.device)
 
     q, k, v = (tensor.flatten(0, 1) for tensor in inputs[:3])
     return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=offsets(spec.q_len), cu_seqlens_k=offsets(spec.kv_len))
 
 
-def _forward_as_documents(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def _forward_as_documents(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a dense call."""
     out, lse = _forward(_packed_spec(spec), _packed_inputs(spec, inputs), None)
     # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]; [heads, batch * q_len] -> [batch, heads, q_len]
@@ -258,7 +265,7 @@ def _forward_as_documents(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any
     return out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous()
 
 
-def _backward_of_rows(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+def _backward_of_rows(spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     """Returns the gradients of a dense call, row by row."""
     import torch
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, Program, Timing
+from attn_core.backends.contract import Backend, Buffers, Program, Timing
 from attn_core.backends.flash4 import disk_cache, functions, masked, own_kernels, replay, versions
-from attn_core.backends.flash4.own_kernels import OwnKernel
+from attn_core.backends.flash4.own_kernels import Lane, OwnKernel
+from attn_core.backends.flash4.recording import Recorder
 from attn_core.backends.flash4.replay import BACKWARD_HALF, BackwardOperands, ForwardOperands, window, writable
 from attn_core.backends.shared import first_calls, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
@@ -37,6 +38,10 @@ from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+
+if TYPE_CHECKING:
+    import jax
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="FlashAttention-4",
@@ -204,7 +209,7 @@ def probe() -> str:
 build = versions.build
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
     launches = replay.launches_of(spec, "forward", inputs.q)
     if launches is not None:
@@ -222,7 +227,13 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 
 
 def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    into: Gradients | None = None,
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
     launches = replay.launches_of(spec, "backward", inputs.q) if dlse is None else None
@@ -253,7 +264,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
 
     own = _kernel(spec, direction == "backward").runs(spec)
 
-    def run(recorder: Any, inputs: Inputs, operands: Any, dsinks: Any) -> None:
+    def run(recorder: Recorder, inputs: Inputs, operands: Any, dsinks: Tensor | None) -> None:
         tables = masked.operands(own, inputs, direction, recorder)
         if direction == "forward":
             plain = torch.empty_like(operands.lse) if spec.sinks else operands.lse
@@ -269,20 +280,20 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
     return recorded_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
 
 
-def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+def program_operands(spec: AttentionSpec, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the operands of a program that are not the call's own arrays, by name."""
     sinks = {"sinks": arrays["sinks"].astype("float32")} if "sinks" in arrays else {}
     return masked.program_operands(spec, arrays) | sinks
 
 
-def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Buffers | None) -> tuple[Tensor, Tensor]:
     if spec.paged is not None:
         return _paged_forward(spec, inputs, into)
     launches = replay.launches_of(spec, "forward", inputs.q)
     return replay.forward(launches, spec, inputs, into, _forward_by_entry_points)
 
 
-def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple[Any, Any]:
+def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse). The queries are always packed, even with one query per sequence."""
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
@@ -304,8 +315,8 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple
 
 
 def _forward_by_entry_points(
-    spec: AttentionSpec, operands: ForwardOperands, tables: tuple[Any, ...], lane: Any
-) -> tuple[Any, Any]:
+    spec: AttentionSpec, operands: ForwardOperands, tables: tuple[Tensor, ...], lane: Lane
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) by flash-attn-4's Python. tables: ``masked.operands``; lane: see ``own_kernels``."""
     results = lane.entry_points()[0](
         **operands._asdict(),
@@ -317,14 +328,20 @@ def _forward_by_entry_points(
 
 
 def _backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    into: Gradients | None,
+    dlse: Tensor | None = None,
 ) -> Gradients:
     launches = replay.launches_of(spec, BACKWARD_HALF[dlse is None], inputs.q)
     return replay.backward(launches, spec, inputs, out, lse, dout, into, dlse, _backward_by_entry_points)
 
 
 def _backward_by_entry_points(
-    spec: AttentionSpec, operands: BackwardOperands, tables: tuple[Any, ...], lane: Any
+    spec: AttentionSpec, operands: BackwardOperands, tables: tuple[Tensor, ...], lane: Lane
 ) -> Gradients:
     """Returns the gradients by flash-attn-4's Python, as ``_forward_by_entry_points``."""
     results = lane.entry_points()[1](
@@ -365,7 +382,9 @@ SINK_ROWS = 8
 """As in ``sinks_kernel``, which only a GPU's process can import."""
 
 
-def add_sinks(out: Any, lse: Any, sinks: Any, into: Any = None, lane: Any = own_kernels) -> tuple[Any, Any]:
+def add_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor, into: Tensor | None = None, lane: Lane = own_kernels
+) -> tuple[Tensor, Tensor]:
     """Adds the sinks to a forward's results: scales out in place, and returns (out, lse with sinks).
 
     Args:
@@ -383,8 +402,14 @@ def add_sinks(out: Any, lse: Any, sinks: Any, into: Any = None, lane: Any = own_
 
 
 def sink_gradient(
-    sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None, lane: Any = own_kernels
-) -> Any:
+    sinks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    into: Tensor | None = None,
+    lane: Lane = own_kernels,
+) -> Tensor:
     """Returns the gradient of the sinks, ``[heads]`` in their dtype, from out and lse with sinks.
 
     Args:
@@ -410,18 +435,18 @@ def sink_gradient(
     return result if into is not None else result.to(sinks.dtype)
 
 
-def _as_read(sinks: Any, lse: Any) -> Any:
+def _as_read(sinks: Tensor, lse: Tensor) -> Tensor:
     """Returns the sinks as the kernels read them: in the dtype of the log-sum-exp, float32, dense."""
     return sinks.detach().to(lse.dtype).contiguous()
 
 
-def _sink_kernel(name: str, tensor: Any, *choices: Any) -> OwnKernel:
+def _sink_kernel(name: str, tensor: Tensor, *choices: bool) -> OwnKernel:
     """Returns a kernel for tensors of this dtype and as many axes."""
     return _named_sink_kernel(name, str(tensor.dtype), tensor.dim(), choices)
 
 
 @lru_cache(maxsize=32)
-def _named_sink_kernel(name: str, dtype: str, axes: int, choices: tuple[Any, ...]) -> OwnKernel:
+def _named_sink_kernel(name: str, dtype: str, axes: int, choices: tuple[bool, ...]) -> OwnKernel:
     def code() -> Any:
         from attn_core.backends.flash4 import sinks_kernel
 

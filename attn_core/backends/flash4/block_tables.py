@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.flash4.functions import Arrays, arrays_of, inside_of, read, scalars_of
-from attn_core.backends.flash4.own_kernels import OwnKernel
+from attn_core.backends.flash4.own_kernels import Lane, OwnKernel
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
 from attn_core.expressions.properties import INT_MAX, INT_MIN, uses
 from attn_core.expressions.tree import Expression, nodes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BLOCK = 128
 """Queries and keys of a block."""
@@ -47,7 +52,9 @@ def has_spans(spec: AttentionSpec) -> bool:
     return spec.key_ranges_shape is not None or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
 
 
-def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane: Any) -> tuple[Table, Any]:
+def table(
+    spec: AttentionSpec, inputs: Inputs, states: Tensor | None, of_queries: bool, lane: Lane
+) -> tuple[Table, Tensor | None]:
     """Returns the table of one side of a call, and the spans of its ranges.
 
     Args:
@@ -110,16 +117,16 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
 
 
 @lru_cache(maxsize=16)
-def _kernel(*choices: Any) -> OwnKernel:
+def _kernel(*choices: int) -> OwnKernel:
     def code() -> Any:
         from attn_core.backends.flash4.table_kernel import BlockTable
 
-        return BlockTable(*choices)
+        return BlockTable(*choices)  # type: ignore[arg-type]
 
     return OwnKernel(f"attn_core.block_table{choices}", code)
 
 
-def _views(how: _How, device: Any) -> tuple[Table, Any, Table]:
+def _views(how: _How, device: torch.device) -> tuple[Table, Tensor | None, Table]:
     """Returns the tensors that the kernel writes, as views of one allocation, with the spans and the expanded table."""
     import torch
 
@@ -148,11 +155,11 @@ def _layout(how: _How) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
     return offset, tuple(views), tuple(expanded)
 
 
-def _whole(how: _How, device: Any) -> tuple[Table, Any, Table]:
+def _whole(how: _How, device: torch.device) -> tuple[Table, Tensor | None, Table]:
     """Returns the tensors that the kernel writes, each with memory of its own, of all batch rows and heads."""
     import torch
 
-    def make(shape: tuple[int, ...] | None) -> Any:
+    def make(shape: tuple[int, ...] | None) -> Tensor | None:
         return None if shape is None else torch.empty(shape, dtype=torch.int32, device=device)
 
     result = Table(*[make(how.whole[: 4 if number % 2 else 3]) for number in range(4)])
@@ -163,7 +170,7 @@ LANES = 32
 """Threads of a warp."""
 
 
-def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any, lane: Any) -> Any:
+def states(spec: AttentionSpec, arrays: Sequence[Tensor], device: torch.device, lane: Lane) -> Tensor:
     """Returns how much of each block the call's mask function shows: 0 for nothing, 1 for some pairs, 2 for all.
 
     Args:

@@ -15,12 +15,16 @@ import hashlib
 import logging
 import os
 import stat
+from collections.abc import Hashable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core import expressions
 from attn_core.backends.shared.caches import cached_once
+
+if TYPE_CHECKING:
+    from flash_attn.cute.cache_utils import JITPersistentCache
 
 log = logging.getLogger("attn_core.flash4")
 
@@ -42,7 +46,7 @@ def use() -> Path | None:
     if any(name in os.environ for name in SETTINGS) or not torch.cuda.is_available():
         return None
     try:
-        from flash_attn.cute import interface  # type: ignore[import-not-found]
+        from flash_attn.cute import interface
 
         folder = _usable_folder()
         entries = {name: value for name, value in vars(interface).items() if hasattr(value, "compile_cache")}
@@ -62,27 +66,27 @@ def use() -> Path | None:
 
 def named_cache(name: str) -> Any:
     """Returns flash-attn-4's cache of compiled code with a name: on disk, or in this process."""
-    from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
+    from flash_attn.cute.cache_utils import get_jit_cache
 
     folder = use()
     return get_jit_cache(name) if folder is None else _cache(folder / name)
 
 
-def _cache(folder: Path) -> Any:
+def _cache(folder: Path) -> JITPersistentCache:
     from flash_attn.cute.cache_utils import JITPersistentCache
 
     class Cache(JITPersistentCache):  # type: ignore[misc]
         """A cache on disk for which a full or read-only disk, a damaged file, or a lock that it does not get, is no
         error."""
 
-        def _try_load_from_storage(self, key: Any) -> bool:
+        def _try_load_from_storage(self, key: Hashable) -> bool:
             try:
                 return bool(super()._try_load_from_storage(key))
             except Exception as error:  # a damaged file may fail in any way, and compiling always works
                 log.info("compiled code is not read from %s: %s", folder, error)
                 return False
 
-        def _try_export_to_storage(self, key: Any, function: Any) -> None:
+        def _try_export_to_storage(self, key: Hashable, function: object) -> None:
             try:
                 super()._try_export_to_storage(key, function)
             except Exception as error:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from attn_core.backends.flash4.own_kernels import Lane
 from attn_core.backends.shared.caches import cached_once
 from attn_core.call.functions import aux_of, slope
 from attn_core.call.spec import AttentionSpec
@@ -26,6 +27,10 @@ from attn_core.expressions.properties import kind_of_dtype
 from attn_core.expressions.rendering import lookups_inside
 from attn_core.expressions.tree import Expression, Kind
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Result = TypeVar("Result")
 Arrays = tuple[tuple[str, Kind, int], ...]
 """The dtype in the kernel, the kind, and the number of axes of each aux array."""
 NARROWER = {"int64": "int32", "float64": "float32", "bool": "uint8"}
@@ -62,7 +67,7 @@ def inside_of(tree: Expression, spec: AttentionSpec) -> tuple[int, ...]:
     return lookups_inside(tree, sizes, tuple([entry.shape for entry in spec.aux]))
 
 
-def aux_tensors(inputs: Inputs) -> list[Any]:
+def aux_tensors(inputs: Inputs) -> list[Tensor]:
     """Returns the call's aux arrays as tensors that a kernel reads: dense, at most 32 bits, no bools.
 
     Of an int64 the low 32 bits count, a float64 is rounded, as an expression defines it.
@@ -73,7 +78,9 @@ def aux_tensors(inputs: Inputs) -> list[Any]:
     return [array.detach().to(smaller.get(array.dtype, array.dtype)).contiguous() for array in aux_of(inputs)]
 
 
-def scalars_of(spec: AttentionSpec, tensors: Sequence[Any], lane: Any, spans: bool = False) -> tuple[Any, ...] | None:
+def scalars_of(
+    spec: AttentionSpec, tensors: Sequence[Tensor], lane: Lane, spans: bool = False
+) -> tuple[object, ...] | None:
     """Returns the addresses and sizes of a call's arrays as a kernel takes them; None if there are none.
 
     Args:
@@ -315,14 +322,14 @@ TRUE_INDICES = "_attn_core_true_indices"
 @cached_once
 def correct_indices() -> None:
     """Corrects the indices for functions with the attribute; once in a process."""
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel  # type: ignore[import-not-found]
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel
 
     for name in ("apply_score_mod", "apply_score_mod_bwd"):
         setattr(Kernel, name, _with_true_indices(getattr(Kernel, name)))
 
 
-def _with_true_indices(method: Any) -> Any:
-    def apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
+def _with_true_indices(method: Callable[..., Result]) -> Callable[..., Result]:
+    def apply(self: Any, *arguments: object, **keywords: object) -> Result:
         if getattr(self.score_mod, TRUE_INDICES, False):
             self = copy.copy(self)
             self.qhead_per_kvhead = 1

@@ -8,15 +8,20 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: block_sparsity.py, block_s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.flash4 import block_tables, functions, own_kernels
+from attn_core.backends.flash4.own_kernels import Lane
 from attn_core.backends.shared.caches import made_from
 from attn_core.call.functions import named, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+if TYPE_CHECKING:
+    import jax
+    from torch import Tensor
 
 WIDEST = 128
 """The largest head dim whose tiles are blocks of 128 keys, in both directions."""
@@ -74,7 +79,7 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
     return {"score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
-def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_kernels) -> tuple[Any, ...]:
+def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Lane = own_kernels) -> tuple[Tensor, ...]:
     """Returns the further tensors of a call in a direction: its block table, the spans of its ranges, its aux arrays.
 
     A plain call has none.
@@ -88,14 +93,14 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_ker
     if not by_blocks(spec):
         return tuple(arrays)
 
-    def make() -> tuple[Any, ...]:
+    def make() -> tuple[Tensor, ...]:
         states = None if spec.mask_mod is None else block_tables.states(spec, arrays, inputs.q.device, lane)
         table, spans = block_tables.table(spec, inputs, states, half == "forward", lane)
         return (*table, *arrays) if spans is None else (*table, spans, *arrays)
 
     if arrays or inputs.key_ranges is None or lane is not own_kernels:
         return make()
-    return made_from(inputs.key_ranges, (spec, half), make)  # type: ignore[no-any-return]
+    return made_from(inputs.key_ranges, (spec, half), make)
 
 
 def program_inputs(inputs: Inputs) -> Inputs:
@@ -104,26 +109,26 @@ def program_inputs(inputs: Inputs) -> Inputs:
     return inputs._replace(**arrays, sinks=None if inputs.sinks is None else inputs.sinks.float())
 
 
-def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+def program_operands(spec: AttentionSpec, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the operands of a program that are not the call's own arrays, by name: its aux arrays for a kernel."""
     dtypes = {name: dtype for name, (dtype, _, _) in named(functions.arrays_of(spec)).items()}
     return {name: arrays[name].astype(dtype).reshape(-1) for name, dtype in dtypes.items()}
 
 
-def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], lane: Any = own_kernels) -> dict[str, Any]:
+def tensor_keywords(spec: AttentionSpec, tensors: tuple[Tensor, ...], lane: Lane = own_kernels) -> dict[str, Any]:
     """Returns the keywords of flash-attn-4's entry points that pass ``operands``. lane: see ``own_kernels``."""
     if is_plain(spec):
         return {}
     if not by_blocks(spec):
         return {"aux_scalars": functions.scalars_of(spec, tensors, lane)}
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
     scalars = functions.scalars_of(spec, tensors[4:], lane, block_tables.has_spans(spec))
     return {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec), "aux_scalars": scalars}
 
 
-def _mask_function(spec: AttentionSpec) -> Any:
+def _mask_function(spec: AttentionSpec) -> Callable[..., Any]:
     spans = None
     if block_tables.has_spans(spec):
         rows, heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, 1, 0)

@@ -1,21 +1,22 @@
 """Our own kernels of the CuTe DSL: compiled once, and launched on torch's current stream, or recorded.
 
-A lane has ``entry_points()``, those of flash-attn-4, and ``launch(kernel, arguments)``, ``address(tensor)`` and
-``TAKES_VIEWS`` for our kernels. This module is the usual lane, and ``recording.Recorder`` the other one. Upstream:
-nvidia-cutlass-dsl 4.8.
+This module is the usual ``Lane``, and ``recording.Recorder`` the other one. Upstream: nvidia-cutlass-dsl 4.8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.shared.caches import cached_once
 from attn_core.call.observe import timed
 
+if TYPE_CHECKING:
+    from cutlass import Int64
+    from torch import Tensor
+
 TAKES_VIEWS = True
-"""Whether a kernel may take views of one tensor. In a program of XLA each has memory of its own."""
 OPTIONS = "--enable-tvm-ffi"
 
 
@@ -33,6 +34,22 @@ class OwnKernel(NamedTuple):
 
 Arguments = tuple[Any, ...]
 """Tensors, None, ints, and tuples of numbers of the CuTe DSL."""
+
+
+class Lane(Protocol):
+    """How a call's kernels are launched: flash-attn-4's by its entry points, ours by ``launch``.
+
+    Attributes:
+        TAKES_VIEWS: whether a kernel may take views of one tensor. In a program of XLA each has memory of its own.
+    """
+
+    TAKES_VIEWS: bool
+
+    def entry_points(self) -> tuple[Any, Any]: ...
+    def launch(self, kernel: OwnKernel, arguments: Arguments) -> None: ...
+    def address(self, tensor: Tensor) -> Int64: ...
+
+
 _compiled: dict[str, Any] = {}
 """The compiled kernels of this process by name."""
 
@@ -40,7 +57,7 @@ _compiled: dict[str, Any] = {}
 @cached_once
 def entry_points() -> tuple[Any, Any]:
     """Returns flash-attn-4's ``(_flash_attn_fwd, _flash_attn_bwd)``."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
 
@@ -53,14 +70,14 @@ def launch(kernel: OwnKernel, arguments: Arguments) -> None:
     function(*arguments)
 
 
-def address(tensor: Any) -> Any:
+def address(tensor: Tensor) -> Int64:
     """Returns the address of a tensor as a kernel takes it."""
     from cutlass import Int64
 
     return Int64(tensor.data_ptr())
 
 
-def compiled(kernel: OwnKernel, arguments: Arguments) -> Any:
+def compiled(kernel: OwnKernel, arguments: Arguments) -> Callable[..., None]:
     """Returns the compiled kernel, as kept on disk or new."""
     from cutlass import cute
 
@@ -78,7 +95,7 @@ def described(arguments: Arguments, alignment: int = 4) -> Arguments:
         alignment: of the addresses of tensors, in bytes.
     """
     from cutlass import Int32, cute
-    from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
+    from flash_attn.cute.cute_dsl_utils import to_cute_tensor
 
     def describe(value: Any) -> Any:
         if isinstance(value, int):  # its type counts, not its value

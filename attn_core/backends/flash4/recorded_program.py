@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.flash4.masked import program_inputs
@@ -35,6 +35,10 @@ from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
+
+if TYPE_CHECKING:
+    import tvm_ffi
+    from torch import Tensor
 
 # XLA passes whole arrays alone. So if q, k and v are one array, a recorded call works on parts of one fake tensor, and
 # the compiled step takes the parts of the whole array itself.
@@ -88,7 +92,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
         return _program(recorder.recorded(tensors.values()), list(tensors), arrays, direction)
 
 
-def without_memory() -> AbstractContextManager[Any]:
+def without_memory() -> AbstractContextManager[object]:
     """Returns a context in which torch's functions create tensors without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -144,7 +148,7 @@ def _program(call: Recording, names: list[str], arrays: Tensors, direction: str)
     return KernelProgram(tuple(buffers), tuple(steps))
 
 
-def _buffer(name: str, tensor: Any, zeros: bool = False) -> Buffer:
+def _buffer(name: str, tensor: Tensor, zeros: bool = False) -> Buffer:
     return Buffer(name, tuple(tensor.shape), dtype_name(tensor), zeros)
 
 
@@ -153,8 +157,8 @@ def _step(
     reads: tuple[int, ...],
     writes: tuple[int, ...],
     places: dict[int, Place],
-    tensors: list[Any],
-    arrays: list[Any],
+    tensors: list[Tensor],
+    arrays: list[Tensor],
 ) -> KernelStep:
     """Returns the step of a launch.
 
@@ -224,7 +228,9 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> Tensors:
 # The compiled code of a step: a recorded kernel as a function of buffers alone.
 
 
-def compile_step(target: str, call: Launch, slots: list[tuple[int, int | None]], by_slot: list[Any]) -> Any:
+def compile_step(
+    target: str, call: Launch, slots: list[tuple[int, int | None]], by_slot: list[object]
+) -> tvm_ffi.Function:
     """Returns a ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
     from cutlass import cute
 
@@ -283,7 +289,7 @@ def _part(tensor: Any, part: int | None) -> Any:
     return cute.make_tensor(piece.iterator.align(16), piece.layout)
 
 
-def _function(compiled: Any) -> Any:
+def _function(compiled: object) -> tvm_ffi.Function:
     """Returns the TVM-FFI function of compiled code: the code itself, or a member if the code also takes keywords."""
     import tvm_ffi
 

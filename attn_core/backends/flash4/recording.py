@@ -14,18 +14,23 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.flash4 import own_kernels
-from attn_core.backends.flash4.own_kernels import OwnKernel
+from attn_core.backends.flash4.own_kernels import Arguments, OwnKernel
 from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.after_fork import free_in_children
+
+if TYPE_CHECKING:
+    from cutlass import Int64
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 
 class Uncompiled(NamedTuple):
@@ -40,7 +45,7 @@ class Uncompiled(NamedTuple):
     described: tuple[Any, ...]
     options: str | None
 
-    def __call__(self, *arguments: Any) -> None: ...
+    def __call__(self, *arguments: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,12 @@ class Recorder:
         """Returns ``(_flash_attn_fwd, _flash_attn_bwd)`` of the private copy."""
         return _private_copy()._flash_attn_fwd, _private_copy()._flash_attn_bwd
 
-    def launch(self, kernel: OwnKernel, arguments: tuple[Any, ...]) -> None:
+    def launch(self, kernel: OwnKernel, arguments: Arguments) -> None:
         """Launches a kernel of ours."""
         compiled = own_kernels.compiled if self._with_memory else _uncompiled
         self.note(compiled(kernel, arguments), kernel.name, arguments)
 
-    def address(self, tensor: Any) -> Any:
+    def address(self, tensor: Tensor) -> Int64:
         """Returns a number that is, or stands for, the address of a tensor."""
         from cutlass import Int64
 
@@ -120,12 +125,12 @@ class Recorder:
         self._addressed[number] = tensor
         return Int64(number)
 
-    def note(self, kernel: Any, name: str, arguments: tuple[Any, ...]) -> None:
+    def note(self, kernel: Callable[..., None] | Uncompiled, name: str, arguments: Arguments) -> None:
         """Notes a launch, and launches the kernel."""
         self._launches.append(Launch(kernel, name, arguments))
         kernel(*arguments)
 
-    def recorded(self, operands: Iterable[Any]) -> Recording:
+    def recorded(self, operands: Iterable[Tensor | None]) -> Recording:
         """Returns the recording of a call.
 
         Args:
@@ -146,7 +151,7 @@ class Recorder:
         # By memory, because a kernel may get another object for the same tensor.
         places = {_memory(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
 
-        def known(value: Any, _: Any) -> Any:
+        def known(value: Any, _: object) -> Any:
             number = getattr(value, "value", None)
             addressed = self._addressed.get(number) if isinstance(number, int) else None
             tensor = value if addressed is None else addressed
@@ -154,7 +159,7 @@ class Recorder:
                 check_constant(value)
                 return value
             place = places.get(_memory(tensor))
-            if place is None or _layout(tensor) != _layout(tensors[place]):
+            if place is None or _layout(tensor) != _layout(tensors[place]):  # type: ignore[arg-type]
                 what = f"{list(tensor.shape)}, strides {tensor.stride()}"
                 raise Unrecordable(f"a kernel takes a view, or a tensor that is not the call's: {what}")
             return Operand(place, addressed is not None)
@@ -173,7 +178,7 @@ def recording(with_memory: bool) -> Iterator[Recorder]:
     Args:
         with_memory: whether tensors have memory, so that kernels are compiled and launched as usual.
     """
-    from flash_attn.cute import interface  # type: ignore[import-not-found]
+    from flash_attn.cute import interface
 
     recorder, copy = Recorder(with_memory), _private_copy()
     # flash-attn-4 keeps a function's compiled kernels in an attribute of the function.
@@ -228,27 +233,27 @@ class _NotingCompiler:
 
         return getattr(cute, name)
 
-    def compile(self, code: Any, *described: Any, options: str | None = None) -> Uncompiled:
+    def compile(self, code: object, *described: object, options: str | None = None) -> Uncompiled:
         return Uncompiled(code, described, options)
 
 
-def _uncompiled(kernel: OwnKernel, arguments: tuple[Any, ...]) -> Uncompiled:
+def _uncompiled(kernel: OwnKernel, arguments: Arguments) -> Uncompiled:
     return Uncompiled(kernel.code(), own_kernels.described(arguments), own_kernels.OPTIONS)
 
 
 class _NotingCache:
     """The compiled kernels of a function by flash-attn-4's keys. Notes each launch."""
 
-    def __init__(self, name: str, compiled: Any, recorder: Recorder) -> None:
+    def __init__(self, name: str, compiled: MutableMapping[Hashable, Callable[..., None]], recorder: Recorder) -> None:
         self._name, self._compiled, self._recorder = name, compiled, recorder
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Hashable) -> bool:
         return key in self._compiled
 
-    def __setitem__(self, key: Any, kernel: Any) -> None:
+    def __setitem__(self, key: Hashable, kernel: Callable[..., None]) -> None:
         self._compiled[key] = kernel
 
-    def __getitem__(self, key: Any) -> Callable[..., None]:
+    def __getitem__(self, key: Hashable) -> Callable[..., None]:
         kernel = self._compiled[key]  # flash-attn-4 looks a kernel up where it launches it
         return lambda *arguments: self._recorder.note(kernel, f"{self._name} {key!r}", arguments)
 
@@ -258,12 +263,18 @@ def _watch() -> Any:
     """Returns the class of contexts that note the name and the result of every torch operation in a list."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
+    class Watch(TorchDispatchMode):
         def __init__(self, operations: list[tuple[str, Any]]) -> None:
             super().__init__()
             self._operations = operations
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self,
+            function: OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
             result = function(*args, **(kwargs or {}))
             self._operations.append((str(function), result))
             return result
@@ -283,17 +294,17 @@ def with_leaves(leaf: Callable[[Any, Any], Any], value: Any, about: Any) -> Any:
     return type(about)(*parts) if hasattr(about, "_fields") else type(about)(parts)
 
 
-def is_group(value: Any) -> bool:
+def is_group(value: object) -> bool:
     """Returns whether an argument has parts. A tuple of None alone has none."""
     return isinstance(value, (tuple, list)) and any(part is not None for part in value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Returns whether an argument is a number of the CuTe DSL."""
     return isinstance(getattr(value, "value", None), (int, float))
 
 
-def check_constant(value: Any) -> Any:
+def check_constant(value: Any) -> float | str | None:
     """Checks an argument that is the same in every call, and returns what says it."""
     if is_number(value):
         return f"{type(value).__name__}({value.value})"
@@ -304,10 +315,10 @@ def check_constant(value: Any) -> Any:
     raise Unrecordable(f"a kernel takes {type(value).__name__} {value!r:.200}")
 
 
-def _memory(tensor: Any) -> Any:
+def _memory(tensor: Tensor) -> Hashable:
     """Returns what identifies a tensor's memory, also of a tensor that has none: storage and first byte."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
-def _layout(tensor: Any) -> tuple[Any, ...]:
+def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype

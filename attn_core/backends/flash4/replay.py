@@ -17,12 +17,13 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from attn_core.backends.contract import Buffers
 from attn_core.backends.flash4 import masked, own_kernels, recording, versions
 from attn_core.backends.flash4.recording import Operand, Recording
 from attn_core.backends.shared.kernel_programs import Unrecordable
@@ -31,7 +32,13 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Results = TypeVar("Results", bound=tuple[Any, ...])
 Tensors = tuple[Any, ...]
+Place = int | Callable[[Tensors], object]
+"""The place of a kernel's argument among all values of a call, or a function that makes it from them."""
 
 # The operands by their names in flash-attn-4, in the order in which they are replayed; None for an absent one.
 ForwardOperands = namedtuple("ForwardOperands", "q k v out lse cu_seqlens_q cu_seqlens_k")
@@ -75,7 +82,7 @@ def _compiled_spec(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, scale=1.0, needs_backward=False, return_lse=False)  # none of them changes the kernel
 
 
-def compiled_key(spec: AttentionSpec, half: str, q: Any) -> Key:
+def compiled_key(spec: AttentionSpec, half: str, q: Tensor) -> Key:
     """Returns the key of a call's compiled kernels; calls with equal keys share them."""
     return _compiled_spec(spec), half, q.get_device()
 
@@ -90,7 +97,7 @@ _recorded: dict[Key, Launches | None] = {}
 """The launches of a call, or None if it cannot be recorded. Two threads may record a call twice, which is harmless."""
 
 
-def launches_of(spec: AttentionSpec, half: str, q: Any) -> Launches | None:
+def launches_of(spec: AttentionSpec, half: str, q: Tensor) -> Launches | None:
     """Returns the launches of a call on q's device, or None if there is no recording. half: see ``Key``."""
     device = q.get_device()
     launches = _recorded.get((spec, half, device))
@@ -101,7 +108,7 @@ def launches_of(spec: AttentionSpec, half: str, q: Any) -> Launches | None:
     return launches
 
 
-def _forward_key(spec: AttentionSpec, device: int) -> Any:
+def _forward_key(spec: AttentionSpec, device: int) -> Hashable:
     """Returns what a forward is recorded under: its family if its launches may serve other lengths, else its spec."""
     if device < FIRST_GPU or not _chooses_by_family(device):
         return spec
@@ -128,7 +135,7 @@ _FIELDS = (
 _WIDTHS = attrgetter(*_FIELDS.split())
 
 
-def family(spec: AttentionSpec) -> Any:
+def family(spec: AttentionSpec) -> Hashable:
     """Returns a key of the forwards that launch the same kernel with the same numbers; the spec itself if none do.
 
     On sm90 flash-attn-4 chooses the kernel by widths, groups and the band; of the lengths matters only whether the
@@ -154,7 +161,7 @@ def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     return left, right
 
 
-def writable(buffer: Any) -> Any:
+def writable(buffer: Tensor | None) -> Tensor | None:
     """Returns the buffer if the kernel can write into it, else None. The kernel stores 16 bytes at a time."""
     if buffer is None or buffer.data_ptr() % 16:
         return None
@@ -170,7 +177,7 @@ def _aligned(strides: tuple[int, ...]) -> bool:
     return strides[-1] == 1 and all(step > 0 and step % 8 == 0 for step in strides[:-1])
 
 
-def readable(tensor: Any) -> Any:
+def readable(tensor: Tensor) -> Tensor:
     """Returns a tensor ``[..., dim]`` of 16-bit elements without its graph, copied if the kernel cannot read it.
 
     flash-attn-4 copies rows and addresses that are not multiples of 16 bytes, and compiles another kernel for an
@@ -181,14 +188,14 @@ def readable(tensor: Any) -> Any:
     return tensor if _aligned(tensor.stride()) and not tensor.data_ptr() % 16 else copied(tensor)
 
 
-def dense(tensor: Any) -> Any:
+def dense(tensor: Tensor) -> Tensor:
     """Returns the tensor, copied unless it is contiguous and its address is a multiple of 16 bytes."""
     return tensor if tensor.is_contiguous() and not tensor.data_ptr() % 16 else copied(tensor)
 
 
 def forward(
-    launches: Launches | None, spec: AttentionSpec, inputs: Inputs, into: Any, by_entry_points: ByEntryPoints
-) -> tuple[Any, Any]:
+    launches: Launches | None, spec: AttentionSpec, inputs: Inputs, into: Buffers | None, by_entry_points: ByEntryPoints
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call of the kernel's own widths, from its launches if there are any.
 
     Args:
@@ -207,7 +214,7 @@ def forward(
     if launches is None:
         tables = masked.operands(spec, inputs, "forward")
         named = ForwardOperands(*operands)
-        return _by_python(spec, "forward", named, tables, (out, lse), by_entry_points)  # type: ignore[no-any-return]
+        return _by_python(spec, "forward", named, tables, (out, lse), by_entry_points)
     launches.run(operands, masked.operands(spec, inputs, "forward") if launches.has_tables else ())
     return out, lse
 
@@ -216,11 +223,11 @@ def backward(
     launches: Launches | None,
     spec: AttentionSpec,
     inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    into: Any,
-    dlse: Any,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    into: Gradients | None,
+    dlse: Tensor | None,
     by_entry_points: ByEntryPoints,
 ) -> Gradients:
     """Returns the gradients of a call of the kernel's own widths, as ``forward``."""
@@ -237,7 +244,7 @@ def backward(
     if launches is None:
         tables = masked.operands(spec, inputs, "backward")
         named = BackwardOperands(*operands)
-        return _by_python(spec, BACKWARD_HALF[dlse is None], named, tables, gradients, by_entry_points)  # type: ignore[no-any-return]
+        return _by_python(spec, BACKWARD_HALF[dlse is None], named, tables, gradients, by_entry_points)
     launches.run(operands, masked.operands(spec, inputs, "backward") if launches.has_tables else ())
     return gradients
 
@@ -246,8 +253,8 @@ def backward(
 
 
 def _by_python(
-    spec: AttentionSpec, half: str, operands: Any, tables: Tensors, results: Any, by_entry_points: ByEntryPoints
-) -> Any:
+    spec: AttentionSpec, half: str, operands: Any, tables: Tensors, results: Results, by_entry_points: ByEntryPoints
+) -> Results:
     """Makes a call that has no launches through the entry points, and records it if it is the second of its kind.
 
     Args:
@@ -260,7 +267,7 @@ def _by_python(
         return by_entry_points(spec, operands, tables, own_kernels)
     taken: set[int] = set()
 
-    def alone(tensor: Any) -> Any:
+    def alone(tensor: Tensor | None) -> Tensor | None:
         """Returns a tensor with an address of its own, by which kernels may get it: k may be v, and dout may be out."""
         if tensor is None:
             return None
@@ -321,7 +328,7 @@ def _launches(call: Recording, has_tables: bool) -> Launches:
     return Launches(tuple(scratch), tuple(constants), tuple(kernels), has_tables)
 
 
-def _place_of(value: Any, tensors: int, constants: list[Any]) -> Any:
+def _place_of(value: Any, tensors: int, constants: list[object]) -> Place:
     """Returns the place of a kernel's argument among all values, or a function that makes it from them.
 
     Args:
@@ -336,18 +343,18 @@ def _place_of(value: Any, tensors: int, constants: list[Any]) -> Any:
     return tensors + len(constants) - 1
 
 
-def _picker(places: list[Any]) -> Callable[[Tensors], Tensors]:
+def _picker(places: list[Place]) -> Callable[[Tensors], Tensors]:
     """Returns a function that picks a kernel's arguments from all values."""
     if all(isinstance(place, int) for place in places):
         return itemgetter(*places)
     return lambda values: tuple([values[p] if isinstance(p, int) else p(values) for p in places])
 
 
-def _group(kind: type, places: list[Any]) -> Callable[[Tensors], Any]:
+def _group(kind: type, places: list[Place]) -> Callable[[Tensors], object]:
     """Returns a function that makes an argument which is a tuple or a list."""
     has_names = hasattr(kind, "_fields")
 
-    def make(values: Tensors) -> Any:
+    def make(values: Tensors) -> object:
         parts = [values[p] if isinstance(p, int) else p(values) for p in places]
         return kind(*parts) if has_names else kind(parts)
 

@@ -8,12 +8,17 @@ Source: the layout of ``torch.nn.attention.flex_attention.BlockMask``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.flex.functions import Edges, PackedTokens
 from attn_core.call.masks import FAR, Band, band
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BLOCK = 128
 """Rows and columns of a block: FlexAttention's default."""
@@ -59,7 +64,7 @@ def _width(edge: Band, tokens: int, others: int) -> int:
     return max(1, *(blocks(stop) - start // BLOCK for start, stop in ranges))
 
 
-def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[Intervals, Intervals]:
+def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: torch.device) -> tuple[Intervals, Intervals]:
     """Returns the keys that each row sees and the rows that see each key, in a call without packed documents."""
     import torch
 
@@ -71,14 +76,21 @@ def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[
 
 
 def packed_intervals(
-    edge: Edges, where: PackedTokens, cu_seqlens_q: Any, cu_seqlens_k: Any, bottom_right: bool
+    edge: Edges, where: PackedTokens, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, bottom_right: bool
 ) -> tuple[Intervals, Intervals]:
     """Returns the same for packed documents, without reading their offsets on the host."""
     documents = cu_seqlens_q.shape[0] - 1
     offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff() if bottom_right else cu_seqlens_q.diff() * 0
 
     # document: of each token; anchor: where its diagonal lies in the document's tokens of the other side.
-    def interval(document: Any, anchor: Any, cu_seqlens: Any, others: int, before: Any, after: Any) -> Intervals:
+    def interval(
+        document: Tensor,
+        anchor: Callable[[Tensor], Tensor],
+        cu_seqlens: Tensor,
+        others: int,
+        before: int | Tensor,
+        after: int | Tensor,
+    ) -> Intervals:
         inside = (document >= 0) & (document < documents)
         clamped = document.clamp(0, documents - 1)  # a valid index; ``inside`` empties the interval of such tokens
         start, stop = (cu_seqlens[at].clamp(0, others) * inside for at in (clamped, clamped + 1))
@@ -97,14 +109,16 @@ def packed_intervals(
     )
 
 
-def _interval(anchor: Any, start: Any, stop: Any, before: Any, after: Any) -> Intervals:
+def _interval(
+    anchor: Tensor, start: int | Tensor, stop: int | Tensor, before: int | Tensor, after: int | Tensor
+) -> Intervals:
     """Returns ``[anchor - before, anchor + after]`` cut to ``[start, stop)``; numbers or int32 tensors."""
     import torch
 
     first, last = anchor - before, anchor + after + 1
     if isinstance(start, int):
-        return Intervals(first.clamp(start, stop), last.clamp(start, stop))
-    return Intervals(torch.maximum(first, start), torch.minimum(last, stop))
+        return Intervals(first.clamp(start, stop), last.clamp(start, stop))  # type: ignore[arg-type]
+    return Intervals(torch.maximum(first, start), torch.minimum(last, stop))  # type: ignore[arg-type]
 
 
 def table(seen: Intervals, others: int, width: int) -> Table:
@@ -122,7 +136,7 @@ def table(seen: Intervals, others: int, width: int) -> Table:
     return Table(*(values.to(torch.int32)[None, None] for values in tables))
 
 
-def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
+def _ranges(seen: Intervals, others: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns, by block, the range of key blocks to compute and of full ones; half open, int32 ``[blocks]``."""
     import torch
 
@@ -130,7 +144,7 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
     missing = blocks(length) * BLOCK - length
     empty = seen.stop <= seen.start
 
-    def by_block(values: Any, neutral: int) -> Any:  # [tokens] -> [blocks, BLOCK]
+    def by_block(values: Tensor, neutral: int) -> Tensor:  # [tokens] -> [blocks, BLOCK]
         return torch.nn.functional.pad(values, (0, missing), value=neutral).view(-1, BLOCK)
 
     # A block is computed from the lowest start to the highest stop of its rows. Empty and missing rows add nothing.
@@ -145,7 +159,7 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
     return first, stop, torch.where(some, full_first, stop), torch.where(some, full_stop, stop)
 
 
-BlockMatrices = tuple[Any, Any]
+BlockMatrices = tuple["Tensor", "Tensor"]
 """Whether a mask shows some of each block, and all of it: bool ``[batch, heads, q blocks, kv blocks]``, any axis may
 be 1."""
 
@@ -169,7 +183,7 @@ def tables_of_blocks(
     return _ordered(partial, full), _ordered(partial.transpose(2, 3), full.transpose(2, 3))
 
 
-def mask_blocks(mask: Any) -> BlockMatrices:
+def mask_blocks(mask: Tensor) -> BlockMatrices:
     """Returns whether a mask shows some of each block, and all of it: bool, by blocks; axes of length 1 stay 1."""
     import torch
 
@@ -181,7 +195,7 @@ def mask_blocks(mask: Any) -> BlockMatrices:
     return tiles.any(5).any(3), tiles.all(5).all(3)
 
 
-def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -> BlockMatrices:
+def range_blocks(ranges: tuple[Tensor, ...], q_len: int, kv_len: int, group: int) -> BlockMatrices:
     """Returns the blocks of key ranges, whose starts and stops are int32 ``[batch or 1, kv_heads or 1, 1, kv_len]``.
 
     Time and memory are those of the ranges and of the blocks. A block is full if one range of each of its keys covers
@@ -196,7 +210,7 @@ def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -
     every: Any = None
     height, width = blocks(q_len), blocks(kv_len)
 
-    def rows_of_keys(first: Any, stop: Any) -> Any:
+    def rows_of_keys(first: Tensor, stop: Tensor) -> Tensor:
         """How many keys of each block have each row block in [first, stop): int32 ``[batch, kv_heads, kv, q]``."""
         nothing = first >= stop
         ends = [torch.where(nothing, 0, end.clamp(0, height)).to(torch.int64) for end in (first, stop)]
@@ -225,7 +239,12 @@ def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -
 
 
 def function_blocks(
-    function: Any, aux: Any, rows: tuple[int, int], q_len: int, kv_len: int, edge: Edges
+    function: Callable[..., Tensor],
+    aux: tuple[Tensor, ...],
+    rows: tuple[int, int],
+    q_len: int,
+    kv_len: int,
+    edge: Edges,
 ) -> BlockMatrices:
     """Returns the blocks of a mask function ``(None, b, h, q, k, aux) -> visible``.
 
@@ -247,7 +266,7 @@ def function_blocks(
     return tiles.any(5).any(3), tiles.all(5).all(3)
 
 
-def _ordered(partial: Any, full: Any) -> Table:
+def _ordered(partial: Tensor, full: Tensor) -> Table:
     """Converts boolean block matrices ``[batch, heads, blocks, others]`` to counts and ascending block numbers."""
     import torch
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.flex import functions
@@ -26,6 +26,9 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Inputs, part_of
 from attn_core.expressions.on_torch import TorchFunction, torch_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="FlexAttention on CPU",
@@ -91,7 +94,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     import torch
 
@@ -111,7 +114,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
-def _vmap_allowed() -> AbstractContextManager[Any]:
+def _vmap_allowed() -> AbstractContextManager[object]:
     """Lets ``vmap`` work inside the block, also under a dispatch mode (a flop counter, a tracer).
 
     flex_attention uses vmap, and torch excludes vmap's dispatch keys while such a mode runs an operation.
@@ -144,7 +147,7 @@ def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
         yield _Piece(*document, band(spec, *document.lengths))
 
 
-def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Tensor, Tensor]:
     """Calls flex_attention once. Returns out ``[batch, heads, rows, value_dim]`` and lse ``[batch, heads, rows]``."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -174,7 +177,7 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     return (out, lse) if not spec.sinks else functions.with_sinks(out, lse, inputs.sinks)
 
 
-def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
+def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> functions.Reader | None:
     """Returns ``(batch, head, row, column) -> visible``, each a scalar tensor."""
     edge, ranges = piece.edge, inputs.key_ranges
     ends = None if ranges is None else ranges[:, :, piece.keys].flatten(3)[:, :, None].unbind(4)
@@ -188,13 +191,13 @@ def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callab
     return functions.mask_function(mask, edge.left, edge.right, distance, None, others)
 
 
-def _apply(changes: TorchFunction, inputs: Inputs, piece: _Piece, score: Any, *place: Any) -> Any:
+def _apply(changes: TorchFunction, inputs: Inputs, piece: _Piece, score: Tensor | None, *place: Tensor) -> Tensor:
     """Returns the value of a function of the call at (batch, head, row, column) of the piece."""
     b, h, row, column = place
     return changes.function(score, b, h, row + piece.rows.start, column + piece.keys.start, aux_of(inputs))
 
 
-def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
+def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Tensor] | None:
     """Returns ``(score, batch, head, row, column) -> score`` with softcap, then bias and ALiBi."""
     import torch
 

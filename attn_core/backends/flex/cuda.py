@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.contract import Backend, Timing
 from attn_core.backends.flex import functions, learned
@@ -36,6 +36,9 @@ from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.on_torch import torch_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="FlexAttention on CUDA",
@@ -110,7 +113,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     with without_autocast(inputs.q):  # flex_attention would cast q, k and v to its dtype
         q, k, v = _with_batch(spec, *(tensor.detach() for tensor in inputs[:3]))
@@ -127,7 +130,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
-def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """See ``Backend.shortcut_of``: autograd keeps what the compiled forward saved, and runs its backward kernel."""
     import torch
 
@@ -135,7 +138,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     if not spec.needs_backward or spec.sinks or has_functions(spec) or any(extra is not None for extra in more):
         return None
 
-    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
             return forward(spec, Inputs(q, k, v))
         # The kernel always computes all three gradients, so one program serves every combination of them.
@@ -147,19 +150,21 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
 
 
 @without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``. Runs the forward again, because its saved tensors are not accessible."""
     import torch
 
     if torch.is_inference_mode_enabled():  # autograd takes no inference tensors
         with torch.inference_mode(False):
-            out, lse, dout, dlse = (t if t is None else t.clone() for t in (out, lse, dout, dlse))
+            out, lse, dout, dlse = (t if t is None else t.clone() for t in (out, lse, dout, dlse))  # type: ignore[assignment]
             copies = Inputs(*(t if t is None else t.clone() for t in inputs))
             return backward(spec, copies, out, lse, dout, dlse)
     clean = None
     with without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))
-        lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
+        lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))  # type: ignore[assignment]
         share = _SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None
         operands = operands_of(spec, inputs)
         if operands.places is not None:
@@ -202,7 +207,7 @@ class _Contained(NamedTuple):
 
 
 def _contain(
-    spec: AttentionSpec, where: PackedTokens, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
+    spec: AttentionSpec, where: PackedTokens, inputs: Inputs, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]
 ) -> _Contained:
     """Replaces non-finite elements of tensors ``[1, tokens, heads, dim]`` by 0, and finds the affected rows and keys.
 
@@ -215,7 +220,7 @@ def _contain(
     return clean(where, *offsets(inputs), *tensors)
 
 
-def _clear(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -> _Contained:
+def _clear(how: tuple[Any, ...], where: PackedTokens, cu_q: Tensor, cu_k: Tensor, *tensors: Tensor) -> _Contained:
     """Returns operands with 0 in place of NaN and Inf, and which rows and keys get NaN afterwards.
 
     flex multiplies hidden values by the weight 0, and 0 * NaN is NaN. So a NaN would reach other documents whose pairs
@@ -243,7 +248,7 @@ def _clear(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -
     return _Contained(clean, rows, keys)
 
 
-def _in_documents(bad: Any, cu_seqlens: Any) -> Any:
+def _in_documents(bad: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Returns which documents contain a bad token: bool ``[documents]``."""
     import torch
 
@@ -251,7 +256,7 @@ def _in_documents(bad: Any, cu_seqlens: Any) -> Any:
     return total[cu_seqlens.clamp(0, bad.shape[0])].diff() > 0
 
 
-def _mark(results: Any, tokens: Any, lse: Any = None) -> Any:
+def _mark(results: Tensor, tokens: Tensor, lse: Tensor | None = None) -> Tensor:
     """Writes NaN into ``[1, tokens, heads, dim]`` at ``tokens``, except in rows that see no key according to lse."""
     import torch
 
@@ -272,7 +277,7 @@ class _SinkShare:
         dsinks: the gradient of the sinks, ``[heads]``.
     """
 
-    def __init__(self, sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> None:
+    def __init__(self, sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
         import torch
 
         empty = lse == -torch.inf
@@ -283,7 +288,7 @@ class _SinkShare:
         self._share_delta = share * delta
         self.dsinks = -(share * (delta - self._outer)).sum((0, 2)).to(sinks.dtype)
 
-    def inner(self, lse: Any, dout: Any) -> tuple[Any, Any]:
+    def inner(self, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
         """Returns dout and dlse for the kernel, from its own log-sum-exp without sinks.
 
         1 - w comes from that log-sum-exp, because ``1 - exp(sink - lse)`` has no correct digit if the sink has nearly
@@ -316,12 +321,12 @@ def _signature(spec: AttentionSpec, learns: bool) -> Signature:
     )
 
 
-def _with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
+def _with_batch(spec: AttentionSpec, *tensors: Tensor) -> tuple[Tensor, ...]:
     """``[tokens, heads, dim]`` -> ``[1, tokens, heads, dim]`` if packed."""
     return tuple(tensor[None] for tensor in tensors) if spec.packed else tensors
 
 
-def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, operands: FlexOperands) -> tuple[Tensor, Tensor]:
     """Returns out ``[batch, q_len, heads, value_dim]`` and lse ``[batch, heads, q_len]``, differentiable."""
     signature = _signature(spec, bool(operands.learned))
     wide, value_wide = signature.widths
@@ -337,7 +342,7 @@ def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands)
     return (out if out.shape[3] == spec.value_dim else out[..., : spec.value_dim].contiguous()), lse
 
 
-def _padded(tensor: Any, width: int) -> Any:
+def _padded(tensor: Tensor, width: int) -> Tensor:
     import torch
 
     missing = width - tensor.shape[-1]

@@ -8,14 +8,19 @@ trace them into a kernel and run them under vmap.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.call.masks import FAR, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression, nodes
 
-Reader = Callable[[Any, Any, Any, Any], Any]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Reader = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+Distance = Callable[["Tensor", "Tensor"], "Tensor"]
 """(batch, head, row, column) -> a value."""
 
 
@@ -59,7 +64,7 @@ def edges(spec: AttentionSpec) -> Edges:
     return Edges(FAR if left is None else left, FAR if right is None else right, 0 if spec.packed else offset)
 
 
-def kernel_options(spec: AttentionSpec) -> dict[str, Any]:
+def kernel_options(spec: AttentionSpec) -> dict[str, int | str]:
     """Returns the options of torch's kernels that follow from dtype and functions."""
     options: dict[str, Any] = {"FLOAT32_PRECISION": "'ieee'"} if spec.dtype == "float32" else {}
     if any(tree is not None and _reads_tiles(tree) for tree in (spec.score_mod, spec.mask_mod)):
@@ -75,14 +80,14 @@ def _reads_tiles(tree: Expression) -> bool:
     return any({"q", "k"} <= frozenset().union(*map(uses, node.operands)) for node in lookups)
 
 
-def distance_function(offset: Any, places: PackedTokens | None = None) -> Callable[[Any, Any], Any]:
+def distance_function(offset: int | Tensor | None, places: PackedTokens | None = None) -> Distance:
     """Returns ``(row, column) -> distance``: how far right of the diagonal the key lies."""
     if places is None:
-        return lambda row, column: column - (row + offset)
+        return lambda row, column: column - (row + offset)  # type: ignore[operator]
     return lambda row, column: places.at_key[column] - places.at_query[row]
 
 
-def reader(table: Any, dtype: Any = None) -> Reader | None:
+def reader(table: Tensor | None, dtype: torch.dtype | None = None) -> Reader | None:
     """Returns a function that reads a mask or bias ``[batch, heads, q_len, kv_len]``, any axis may be 1; None for None.
 
     Axes of length 1 are dropped, not expanded, so that the captured table is no larger than the caller's.
@@ -93,7 +98,7 @@ def reader(table: Any, dtype: Any = None) -> Reader | None:
     axes = tuple(axis for axis, length in enumerate(table.shape) if length != 1)  # axes to index
     small = table.reshape([table.shape[axis] for axis in axes] or [1])
 
-    def read(*index: Any) -> Any:
+    def read(*index: Tensor) -> Tensor:
         # A table with one element still needs an index that vmap can trace: 0 made from one of the indices.
         value = small[tuple(index[axis] for axis in axes) or (index[0] * 0,)]
         return value if dtype is None else value.to(dtype)
@@ -101,7 +106,7 @@ def reader(table: Any, dtype: Any = None) -> Reader | None:
     return read
 
 
-def range_reader(ends: tuple[Any, ...] | None, group: int, first_row: int = 0) -> Reader | None:
+def range_reader(ends: tuple[Tensor, ...] | None, group: int, first_row: int = 0) -> Reader | None:
     """Returns a function that says whether a key range shows a pair; None for None.
 
     Args:
@@ -112,7 +117,7 @@ def range_reader(ends: tuple[Any, ...] | None, group: int, first_row: int = 0) -
         return None
     readers: list[Any] = [reader(end) for end in ends]
 
-    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
+    def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         place, values = row + first_row, [read(batch, head // group, row, column) for read in readers]
         seen = (place >= values[0]) & (place < values[1])
         return seen if len(values) == 2 else seen | ((place >= values[2]) & (place < values[3]))
@@ -120,7 +125,7 @@ def range_reader(ends: tuple[Any, ...] | None, group: int, first_row: int = 0) -
     return visible
 
 
-def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
+def slope_reader(slopes: Tensor | None, dtype: torch.dtype) -> Reader | None:
     """Returns a function that reads ALiBi slopes ``[heads]`` or ``[batch, heads]``; None for None."""
     if slopes is None:
         return None
@@ -133,9 +138,9 @@ def score_function(
     softcap: float | Softcap | None,
     bias: Reader | None,
     slope: Reader | None,
-    distance: Callable[[Any, Any], Any],
-    score_mod: Callable[..., Any] | None = None,
-) -> Callable[..., Any] | None:
+    distance: Distance,
+    score_mod: Callable[..., Tensor] | None = None,
+) -> Callable[..., Tensor] | None:
     """Returns ``(score, batch, head, row, column) -> score``: softcap, the call's function, bias, ALiBi; None if
     there is none of them."""
     import torch
@@ -143,7 +148,7 @@ def score_function(
     if softcap is None and bias is None and slope is None and score_mod is None:
         return None
 
-    def change(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
+    def change(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         if isinstance(softcap, Softcap):
             score = softcap.limit * torch.tanh(score * softcap.share)
         elif softcap is not None:
@@ -161,9 +166,9 @@ def score_function(
 
 def mask_function(
     mask: Reader | None,
-    left: Any,
-    right: Any,
-    distance: Callable[[Any, Any], Any],
+    left: int | Tensor | None,
+    right: int | Tensor | None,
+    distance: Distance,
     places: PackedTokens | None = None,
     others: tuple[Reader | None, ...] = (),
 ) -> Reader | None:
@@ -175,7 +180,7 @@ def mask_function(
     if not readers and left is None and right is None and places is None:
         return None
 
-    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
+    def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         tests = []
         if places is not None:
             tests.append(places.of_query[row] == places.of_key[column])
@@ -193,7 +198,7 @@ def mask_function(
     return visible
 
 
-def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom_right: bool) -> PackedTokens:
+def places(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q_len: int, kv_len: int, bottom_right: bool) -> PackedTokens:
     """Computes the documents and positions of all tokens from the offsets ``[documents + 1]``, int32, on their device.
 
     Nothing is copied to the host. Wrong offsets may hide or show wrong keys, but every resulting index is in range.
@@ -210,7 +215,7 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom
     return PackedTokens(*(values.to(torch.int32) for values in (of_query, at_query, of_key, at_key)))
 
 
-def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+def _of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Returns each token's document (the number of documents for a token in none), int64, and its position, int32."""
     import torch
 
@@ -220,7 +225,7 @@ def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
     return document, token - cu_seqlens[document]
 
 
-def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Adds sinks ``[heads]`` to a kernel's out ``[batch, heads, q_len, dim]`` and lse ``[batch, heads, q_len]``.
 
     The kernels have none. A row that sees no key keeps 0 and -inf.

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.call.functions import DAUX, listed, lookup_slopes
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression, nodes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _KEY = Expression("k", "int")
 _VARYING_ZERO = Expression("minimum", "int", (_KEY, Expression("constant", "int", (), 0)))
@@ -75,7 +78,7 @@ def _varying(index: Expression) -> Expression:
     return Expression("add", "int", (index, _VARYING_ZERO)) if index.op == "constant" else index
 
 
-def leaves(spec: AttentionSpec, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def leaves(spec: AttentionSpec, arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the new arrays of a backward, float32, which require gradients. arrays: the call's, on the GPU."""
     import torch
 
@@ -89,7 +92,9 @@ def leaves(spec: AttentionSpec, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(new)
 
 
-def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad: Any) -> dict[str, Any]:
+def summed(
+    spec: AttentionSpec, arrays: Sequence[Tensor], parts: Sequence[Tensor], bad: Tensor | None
+) -> dict[str, Tensor]:
     """Returns the gradients of the call's arrays, by their fields in ``Gradients``, from those of the new arrays.
 
     Args:
@@ -100,7 +105,7 @@ def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad
 
     if not spec.aux_gradients:
         return {}
-    like = {"dtype": torch.float32, "device": arrays[0].device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": arrays[0].device}
     totals = {number: torch.zeros(arrays[number].shape, **like) for number in spec.aux_gradients}
     how = read_alone(spec)
     for number, by_key, part in zip(how.numbers, how.by_key, parts, strict=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from attn_core.backends.flex.blocks import (
     BLOCK,
@@ -30,6 +30,14 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_torch import torch_function
 from attn_core.expressions.properties import uses
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Result = TypeVar("Result")
+Prepared = tuple[PackedTokens | None, tuple[Table, Table]]
+"""(places, tables), see FlexOperands."""
 
 
 class FlexOperands(NamedTuple):
@@ -68,7 +76,7 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges, aux)
 
 
-def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
+def _range_ends(key_ranges: Tensor | None) -> tuple[Tensor, ...] | None:
     """Returns the starts and stops of key ranges, one contiguous tensor each, so that a kernel reads them in order."""
     if key_ranges is None:
         return None
@@ -76,7 +84,7 @@ def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
     return tuple([end.contiguous()[:, :, None] for end in ends])
 
 
-def _condensed(values: Any) -> Any:
+def _condensed(values: Tensor | None) -> Tensor | None:
     """Returns a contiguous tensor in which expanded axes have length 1 again."""
     if values is None or values.is_contiguous():
         return values
@@ -87,7 +95,7 @@ def _condensed(values: Any) -> Any:
     return values.contiguous()
 
 
-def offsets(inputs: Inputs) -> tuple[Any, Any]:
+def offsets(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """Returns cu_seqlens_q and cu_seqlens_k as two tensor objects.
 
     The caller may pass one object twice; a program traced with one object would not accept two.
@@ -97,7 +105,7 @@ def offsets(inputs: Inputs) -> tuple[Any, Any]:
     return inputs.cu_seqlens_q.detach(), inputs.cu_seqlens_k.detach()
 
 
-def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
+def _constants(spec: AttentionSpec, device: torch.device) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
     with_tables = (hides(spec) or spec.mask_mod is not None) and not by_tensors(spec)
     rows = () if spec.mask_mod is None else (spec.batch, spec.num_heads, spec.mask_mod)
@@ -106,7 +114,7 @@ def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Ta
     return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]
 
 
-def _softcap(spec: AttentionSpec, device: Any) -> Softcap | None:
+def _softcap(spec: AttentionSpec, device: torch.device) -> Softcap | None:
     """Returns the softcap of a spec; one program serves all caps and, with a cap, all scales."""
     if spec.softcap is None:
         return None
@@ -116,7 +124,7 @@ def _softcap(spec: AttentionSpec, device: Any) -> Softcap | None:
     return _on_stream(by_stream, device, lambda: _new_softcap(numbers, device))  # type: ignore[no-any-return]
 
 
-def _on_stream(by_stream: dict[int, Any], device: Any, make: Callable[[], Any]) -> Any:
+def _on_stream(by_stream: dict[int, Result], device: torch.device, make: Callable[[], Result]) -> Result:
     """Returns the tensors of the current stream, made if it has none.
 
     Cached per stream, because another stream could read them before the first stream has written them. A capturing
@@ -144,12 +152,16 @@ _in_graphs: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=64)
-def _by_stream(numbers: tuple[Any, ...], lengths: tuple[Any, ...] | None, device: Any) -> dict[int, Any]:
+def _by_stream(
+    numbers: tuple[float, ...], lengths: tuple[Hashable, ...] | None, device: torch.device
+) -> dict[int, Any]:
     """Returns the dict that caches tensors made from numbers, by stream."""
     return {}
 
 
-def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple[Edges, tuple[Table, Table] | None]:
+def _new_constants(
+    spec: AttentionSpec, device: torch.device, with_tables: bool
+) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the numbers of a band as tensors; ``with_tables`` also the block tables of rows and of keys."""
     import torch
 
@@ -163,13 +175,13 @@ def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple
     return scalars, (table(rows, spec.kv_len, widths(spec)[0]), table(keys, spec.q_len, widths(spec)[1]))
 
 
-def _new_softcap(numbers: tuple[float, float], device: Any) -> Softcap:
+def _new_softcap(numbers: tuple[float, float], device: torch.device) -> Softcap:
     import torch
 
     return Softcap(*(torch.full((), number, dtype=torch.float32, device=device) for number in numbers))
 
 
-def arrange(tensor: Any) -> tuple[Any, int | str]:
+def arrange(tensor: Tensor) -> tuple[Tensor, int | str]:
     """Returns a ``[batch, tokens, heads, dim]`` tensor in a layout that programs are compiled for, and the layout.
 
     The layout is "tokens" or "heads" (the outermost axis in a batch row), or the stride of tokens with gaps between
@@ -215,8 +227,13 @@ def by_tensors(spec: AttentionSpec) -> bool:
 
 
 def run_prepare(
-    spec: AttentionSpec, edge: Edges, cu_seqlens: tuple[Any, Any], mask: Any, ranges: Any, aux: tuple[Any, ...]
-) -> Any:
+    spec: AttentionSpec,
+    edge: Edges,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    mask: Tensor | None,
+    ranges: tuple[Tensor, ...] | None,
+    aux: tuple[Tensor, ...],
+) -> Prepared:
     """Runs ``_prepare`` as a compiled program, after one for the mask function.
 
     In one program Triton 3.6 fails to compile some functions ("operand #0 does not dominate this use"), because the
@@ -231,38 +248,48 @@ def run_prepare(
     return run(edge, *cu_seqlens, mask, ranges, shown, *sizes)
 
 
-def _run_function(spec: AttentionSpec, edge: Edges, aux: tuple[Any, ...]) -> BlockMatrices:
+def _run_function(spec: AttentionSpec, edge: Edges, aux: tuple[Tensor, ...]) -> BlockMatrices:
     """Returns the blocks of the call's mask function, by one compiled program."""
     by_batch, by_head = reads(spec, "b"), reads(spec, "h")
-    how = (torch_function(spec.mask_mod), by_batch, by_head, _broadcast(aux))  # type: ignore[arg-type]
+    how = (torch_function(spec.mask_mod), by_batch, by_head, _broadcast(aux))
     run = program(_function_blocks, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
     return run(edge, aux, spec.batch, spec.num_heads, spec.q_len, spec.kv_len)  # type: ignore[no-any-return]
 
 
-def _function_blocks(how: Any, edge: Edges, aux: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Any:
+def _function_blocks(
+    how: tuple[Any, ...], edge: Edges, aux: tuple[Tensor, ...], batch: int, heads: int, q_len: int, kv_len: int
+) -> BlockMatrices:
     of_rows, by_batch, by_head, *_ = how
     rows = batch if by_batch else 1, heads if by_head else 1
     return function_blocks(of_rows.function, aux, rows, q_len, kv_len, edge)
 
 
-def _broadcast(tensors: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
+def _broadcast(tensors: Sequence[Tensor]) -> tuple[tuple[bool, ...], ...]:
     """Returns which axes of each tensor have length 1: torch's compiler never makes a symbol of such a size."""
     return tuple([tuple([length == 1 for length in t.shape]) for t in tensors])
 
 
 def _prepare(
-    how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any, shown: Any, q_len: int, kv_len: int
-) -> Any:
+    how: tuple[Any, ...],
+    edge: Edges,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    mask: Tensor | None,
+    ranges: tuple[Tensor, ...] | None,
+    shown: BlockMatrices | None,
+    q_len: int,
+    kv_len: int,
+) -> Prepared:
     """Returns (places, tables) of a call whose visibility depends on tensors. Runs compiled.
 
     Args:
         shown: the blocks of the mask function, or None.
     """
     packed, hidden, alignment, group, *_ = how
-    where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None
+    where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None  # type: ignore[arg-type]
     seen = None
     if where is not None:
-        seen = packed_intervals(edge, where, cu_q, cu_k, alignment == "bottom_right")
+        seen = packed_intervals(edge, where, cu_q, cu_k, alignment == "bottom_right")  # type: ignore[arg-type]
     elif hidden:
         seen = dense_intervals(edge, q_len, kv_len, edge.left.device)
     if mask is None and ranges is None and shown is None and seen is not None:

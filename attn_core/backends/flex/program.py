@@ -8,14 +8,14 @@ raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from hashlib import sha256
 from importlib import import_module
 from threading import RLock
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.flex import functions
 from attn_core.backends.flex.blocks import BLOCK, Table
@@ -23,6 +23,12 @@ from attn_core.backends.shared.autograd import differentiable_once
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.observe import timed
 from attn_core.expressions.on_torch import TorchFunction
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.fx import GraphModule
+    from torch.nn.attention.flex_attention import BlockMask
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
 """torch's settings while it traces a program: two lengths that happen to be equal get two symbols."""
@@ -39,7 +45,7 @@ _lock = free_in_children(RLock())
 
 
 @contextmanager
-def torch_settings(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
+def torch_settings(settings: tuple[tuple[str, str, object], ...]) -> Iterator[None]:
     """Sets torch's settings in its block, as far as this version of torch has them."""
     with ExitStack() as stack:
         for module, name, value in settings:
@@ -78,7 +84,7 @@ class CompiledFunction:
     """A function compiled for one signature. It compiles on its first run, separately with and without gradients."""
 
     def __init__(self, function: Callable[..., Any], signature: Hashable) -> None:
-        def program(*arguments: Any) -> Any:
+        def program(*arguments: object) -> Any:
             return function(signature, *arguments)
 
         # torch's compiler counts variants per code object, so each signature gets its own copy of the code.
@@ -90,7 +96,7 @@ class CompiledFunction:
         self.name = function.__name__.strip("_")
         self.ready: set[bool] = set()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         import torch
 
         gradients = torch.is_grad_enabled()
@@ -132,7 +138,7 @@ class Compiler:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, graph: Any, examples: Any) -> Any:
+    def __call__(self, graph: GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> object:
         """Compiles a graph."""
         tag = ("torch.compiler.config", "cache_key_tag", f"{self.name} {_conditions(examples)}")
         with torch_settings((*COMPILING, tag)), timed("flex", self.name):
@@ -145,7 +151,7 @@ class Compiler:
         program.cache_clear()
 
 
-def _conditions(examples: Any) -> str:
+def _conditions(examples: Sequence[Tensor | torch.SymInt]) -> str:
     """Returns a digest of the conditions on lengths under which torch traced a graph, such as "one block"."""
     from torch._guards import detect_fake_mode
 
@@ -154,7 +160,7 @@ def _conditions(examples: Any) -> str:
     return sha256("\n".join(known).encode()).hexdigest()[:16]
 
 
-def inductor(graph: Any, examples: Any) -> Any:
+def inductor(graph: GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> object:
     """Runs torch's own compiler without CUDA graphs, because the next replay would overwrite a graph's results."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -172,7 +178,7 @@ def refuse_capture(what: str) -> None:
         )
 
 
-def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+def flex(how: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     """Runs flex_attention on ``[batch, heads, tokens, dim]`` tensors. This is the function that is compiled.
 
     Args:
@@ -213,7 +219,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     return out, torch.where(lse == -torch.inf, -torch.inf, lse)
 
 
-def _one_block(like: Any) -> Any:
+def _one_block(like: Tensor) -> BlockMask:
     """Returns the BlockMask that hides nothing: one block, which is as large as any call.
 
     flex_attention makes the same one if it gets none, but by vmap, which torch 2.11 cannot trace inside a compiled
@@ -239,7 +245,7 @@ def _one_block(like: Any) -> Any:
     )
 
 
-def _block_mask(visible: Any, lengths: tuple[int, int], tables: tuple[Table, Table]) -> Any:
+def _block_mask(visible: functions.Reader, lengths: tuple[int, int], tables: tuple[Table, Table]) -> BlockMask:
     """Returns flex's block mask for our tables of rows and of keys, which the forward and the backward read."""
     from torch.nn.attention.flex_attention import BlockMask
 

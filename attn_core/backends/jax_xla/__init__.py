@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass, Timing
 from attn_core.backends.jax_xla import attention, fixed_tiles, paged, tiles, whole
@@ -20,6 +20,11 @@ from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import BITS, DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import jax
+
+Result = TypeVar("Result")
 
 FORWARD = Support(
     kernel="XLA's attention",
@@ -118,7 +123,7 @@ def _may_skip_blocks(spec: AttentionSpec) -> bool:
     return edge.left is not None or spec.kv_len > LARGEST_BLOCKS["cpu"].keys
 
 
-def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable."""
     with usual_promotion():
         if spec.paged is not None:
@@ -133,12 +138,12 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
         return out, lse
 
 
-def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
+def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None:
     """See ``Backend.forward_with_maximum``. Few queries take another pass."""
     return None if _path(spec) in ("few queries", "fixed tiles") else _forward
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out, lse and the row maxima of a call of more than a few queries."""
     with usual_promotion():
         if _path(spec) == "whole":
@@ -146,7 +151,9 @@ def _forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
         return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.forward(spec, inputs, blocks))
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> Gradients:
     """Returns the gradients from the saved out and lse. Traceable."""
 
     def run(blocks: BlockSizes) -> Gradients:
@@ -160,13 +167,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _where_it_runs(lower(spec)["blocks"], run)
 
 
-def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
     """See ``RowMaximumPass``. Traceable."""
     with usual_promotion():
         return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.row_maximum(spec, inputs, blocks))
 
 
-def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Any]) -> Any:
+def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Result]) -> Result:
     """Runs with the block sizes of the device that the program is compiled for, which only the compiler knows."""
     from jax.lax import platform_dependent
 

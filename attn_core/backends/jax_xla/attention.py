@@ -12,7 +12,7 @@ that kv head, i query, j key, d channel of q and k, e channel of v.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype
@@ -44,8 +44,11 @@ from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
+if TYPE_CHECKING:
+    import jax
 
-def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[Any, Any, Any]:
+
+def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out in ``spec.out_shape``, and lse and the row maxima in ``spec.lse_shape``. Traceable; never called for
     an empty spec."""
     import jax.numpy as jnp
@@ -55,7 +58,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[An
     (value,) = summands(call.v)
     queries = blocks.queries
 
-    def block(index: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def block(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         parts = _attend(spec, call, value, cut_rows(rows, start, queries), start)
         return tuple(
@@ -71,7 +74,13 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[An
 
 
 def backward(
-    spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, out: Any, lse: Any, dout: Any, dlse: Any
+    spec: AttentionSpec,
+    inputs: Inputs,
+    blocks: BlockSizes,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
 ) -> Gradients:
     """Returns the gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
     import jax.numpy as jnp
@@ -91,7 +100,7 @@ def backward(
     queries = blocks.queries
     sources = summands(call.q, call.k, dout)
 
-    def block(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+    def block(index: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         cut = cut_rows(rows, start, queries)
         # The last block overlaps the one before it. Hide the rows that the other block has already added.
@@ -111,7 +120,9 @@ def backward(
     )
 
 
-def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: Any) -> tuple[Any, Any, Any]:
+def _attend(
+    spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out ``[b, h, g, i, e]`` of a block of queries, in the inputs' dtype; lse and maxima ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
@@ -119,7 +130,7 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKey
     queries, keys = call.blocks
     q = cut(call.q, start, queries, axis=3)
 
-    def step(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, summed = state
         tile = tile_at(spec, call, start, index)
         logits, seen, _ = _logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
@@ -144,11 +155,11 @@ def _gradients(
     spec: AttentionSpec,
     call: XlaOperands,
     sources: tuple[Summand, ...],
-    saved: tuple[Any, Any],
-    totals: tuple[Any, ...],
+    saved: tuple[jax.Array, jax.Array],
+    totals: tuple[jax.Array, ...],
     rows: RowKeys,
-    start: Any,
-) -> tuple[Any, ...]:
+    start: jax.Array,
+) -> tuple[jax.Array, ...]:
     """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, dbias and daux if requested."""
     import jax.numpy as jnp
     from jax import lax
@@ -157,10 +168,10 @@ def _gradients(
     q, dout = (cut_summand(sources[at], start, queries, axis=3) for at in (0, 2))
     lse, shift = (cut(array, start, queries, axis=3)[..., None] for array in saved)
 
-    def sums() -> tuple[Any, Any]:
+    def sums() -> tuple[jax.Array, jax.Array]:
         """The maximum and the sum of each row, computed again where the lse is too large to hold them both."""
 
-        def step(index: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             tile = tile_at(spec, call, start, index)
             logits, _, _ = _logits_in(spec, call, q.values, cut(call.k, tile.key, keys, axis=2), rows, tile)
             top = jnp.maximum(state[0], lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
@@ -174,7 +185,7 @@ def _gradients(
     lse, rest = exact_lse(spec, lse, sums, (call.zero,))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw no key: exp(s - inf) = 0
 
-    def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(index: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = tile_at(spec, call, start, index)
         k = cut_summand(sources[1], tile.key, keys, axis=2)
         v = cut(call.v, tile.key, keys, axis=2)
@@ -197,12 +208,12 @@ def _gradients(
 
 
 def _logits_in(
-    spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: RowKeys, tile: ScoreTile
-) -> tuple[Any, Any, Any]:
+    spec: AttentionSpec, call: XlaOperands, q: jax.Array, k: jax.Array, rows: RowKeys, tile: ScoreTile
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: of softcap and score function, or None."""
     import jax.numpy as jnp
 
-    logits = spec.scale * product("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
+    logits = spec.scale * product("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)  # type: ignore[operator]
     slope = None
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
@@ -228,7 +239,7 @@ def _logits_in(
     return jnp.where(seen, logits, -jnp.inf), seen, slope
 
 
-def dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTile) -> Any:
+def dropped(spec: AttentionSpec, call: XlaOperands, weights: jax.Array, tile: ScoreTile) -> jax.Array:
     """Returns the weights times 0 or ``1 / (1 - dropout)``."""
     import jax.numpy as jnp
 
@@ -246,14 +257,14 @@ def dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTil
     return weights * jnp.where(retained, 1 / (1 - spec.dropout), 0).astype(weights.dtype)
 
 
-def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, summand: Summand) -> Any:
+def _sum_over(spec: AttentionSpec, subscripts: str, weights: jax.Array, seen: jax.Array, summand: Summand) -> jax.Array:
     """Returns the product of weights and values."""
     dtype = sum_dtype(spec)
     total = product(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
 
 
-def row_maximum(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> Any:
+def row_maximum(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> jax.Array:
     """Returns the row maxima in ``spec.lse_shape``, without the values. Traceable; never called for an empty spec."""
     import jax.numpy as jnp
     from jax import lax
@@ -261,11 +272,11 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> Any:
     call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     queries, keys = blocks
 
-    def block(index: Any, result: Any) -> Any:
+    def block(index: jax.Array, result: jax.Array) -> jax.Array:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         some, q = cut_rows(rows, start, queries), cut(call.q, start, queries, axis=3)
 
-        def step(index: Any, top: Any) -> Any:
+        def step(index: jax.Array, top: jax.Array) -> jax.Array:
             tile = tile_at(spec, call, start, index)
             logits, _, _ = _logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), some, tile)
             return jnp.maximum(top, logits.max(-1, initial=-jnp.inf))
@@ -273,7 +284,7 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> Any:
         top = lax.fori_loop(*key_blocks(spec, call, some, start), step, empty(q.shape[:4]))
         return lax.dynamic_update_slice_in_dim(result, top, start, axis=3)
 
-    def empty(shape: tuple[int, ...]) -> Any:
+    def empty(shape: tuple[int, ...]) -> jax.Array:
         # Plus ``zero``, because under jax.shard_map a loop's carry must vary over the mesh axes of the inputs.
         return jnp.full(shape, -jnp.inf, spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
 

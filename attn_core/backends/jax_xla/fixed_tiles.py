@@ -9,9 +9,10 @@ knows, because it would compile a loop of one round in another way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.jax_xla.products import product
 from attn_core.backends.jax_xla.row_sums import exact_lse, joined, log_weights, with_sink
@@ -20,6 +21,9 @@ from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import jax
 
 QUERY_TILE = 64
 """Positions of a tile. One new token computes as many rows, because all products must have the same shape."""
@@ -41,29 +45,29 @@ class Document(NamedTuple):
     k_count: Any
     offset: Any
 
-    def at(self, index: Any) -> Document:
+    def at(self, index: jax.Array) -> Document:
         """Returns one of them."""
         return Document(*(array[index] for array in self))
 
-    def tiles(self) -> Any:
+    def tiles(self) -> jax.Array:
         """Returns the number of tiles of queries; 0 if the document has no queries or no keys."""
         import jax.numpy as jnp
 
         count = (self.q_count + self.offset % QUERY_TILE + QUERY_TILE - 1) // QUERY_TILE
         return jnp.where((self.q_count > 0) & (self.k_count > 0), count, 0)
 
-    def tile_start(self, number: Any) -> Any:
+    def tile_start(self, number: jax.Array) -> jax.Array:
         """Returns the query in a tile's first row, which may be below 0."""
         return number * QUERY_TILE - self.offset % QUERY_TILE
 
-    def is_query(self, number: Any, group: int) -> Any:
+    def is_query(self, number: jax.Array, group: int) -> jax.Array:
         """Returns bool ``[group * QUERY_TILE, 1]``: which rows of a tile are queries."""
         import jax.numpy as jnp
 
         query = self.tile_start(number) + jnp.arange(QUERY_TILE, dtype=jnp.int32)
         return jnp.tile((query >= 0) & (query < self.q_count), group)[:, None]
 
-    def blocks(self, spec: AttentionSpec, number: Any) -> tuple[Any, Any]:
+    def blocks(self, spec: AttentionSpec, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the first and the last (exclusive) tile of keys that some query of a tile sees."""
         import jax.numpy as jnp
 
@@ -75,7 +79,7 @@ class Document(NamedTuple):
         begin, end = jnp.asarray(begin, jnp.int32) // KEY_TILE, (end + KEY_TILE - 1) // KEY_TILE
         return begin, jnp.maximum(begin, end)
 
-    def pairs(self, spec: AttentionSpec, number: Any, block: Any) -> tuple[Any, Any]:
+    def pairs(self, spec: AttentionSpec, number: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns which pairs band and lengths show, and their distances from the diagonal."""
         import jax.numpy as jnp
 
@@ -128,7 +132,7 @@ def _packed(spec: AttentionSpec, inputs: Inputs) -> Document:
     return Document(row, cu_q[:-1], queries, row, cu_k[:-1], keys, offset)
 
 
-def _unpadded(spec: AttentionSpec, inputs: Inputs, rows: Any) -> Document:
+def _unpadded(spec: AttentionSpec, inputs: Inputs, rows: jax.Array) -> Document:
     """Returns the rows without queries and keys at their ends that are in no visible pair: padding, on either side."""
     import jax.numpy as jnp
 
@@ -141,7 +145,8 @@ def _unpadded(spec: AttentionSpec, inputs: Inputs, rows: Any) -> Document:
     seen = seen & edge.contains(queries[:, None], keys)
     seen = jnp.broadcast_to(seen, (spec.batch, spec.q_len, spec.kv_len))
 
-    def ends(used: Any, length: int) -> tuple[Any, Any]:  # [b, length] -> first used, number up to the last used
+    def ends(used: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        # [b, length] -> first used, number up to the last used
         first = jnp.argmax(used, 1).astype(jnp.int32)
         last = length - jnp.argmax(used[:, ::-1], 1).astype(jnp.int32)
         return first, jnp.where(used.any(1), last - first, 0)
@@ -169,14 +174,14 @@ class Tiled(NamedTuple):
     zero: Any
     hidden_zero: Any
 
-    def padded_rows(self, spec: AttentionSpec, array: Any) -> Any:
+    def padded_rows(self, spec: AttentionSpec, array: jax.Array) -> jax.Array:
         """Returns ``[b, i, heads, channels]`` or without channels, or packed without b, as ``q`` is."""
         import jax.numpy as jnp
 
         array = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, -1)
         return jnp.pad(array, ((0, 0), (QUERY_TILE, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
 
-    def queries(self, padded: Any, document: Document, head: Any, number: Any) -> Any:
+    def queries(self, padded: jax.Array, document: Document, head: jax.Array, number: jax.Array) -> jax.Array:
         """Returns a tile ``[g * QUERY_TILE, channels]`` of one head; 0 in rows that are no queries."""
         import jax.numpy as jnp
         from jax import lax
@@ -187,7 +192,7 @@ class Tiled(NamedTuple):
         rows = rows.transpose(1, 0, 2).reshape(group * QUERY_TILE, channels)
         return jnp.where(document.is_query(number, group), rows, 0)
 
-    def keys(self, padded: Any, document: Document, head: Any, block: Any) -> Any:
+    def keys(self, padded: jax.Array, document: Document, head: jax.Array, block: jax.Array) -> jax.Array:
         """Returns a tile ``[KEY_TILE, channels]`` of one head; 0 behind the document's end."""
         import jax.numpy as jnp
         from jax import lax
@@ -197,18 +202,20 @@ class Tiled(NamedTuple):
         real = block * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)[:, None] < document.k_count
         return jnp.where(real, rows, 0)
 
-    def slopes_of(self, document: Document, head: Any) -> Any:
+    def slopes_of(self, document: Document, head: jax.Array) -> jax.Array:
         """Returns the slopes ``[g]`` of a kv head."""
         return self.slopes[document.q_row if self.slopes.shape[0] > 1 else 0, head]
 
-    def sinks_of(self, head: Any) -> Any:
+    def sinks_of(self, head: jax.Array) -> jax.Array:
         """Returns the sinks of a kv head for the rows of a tile, ``[g * QUERY_TILE, 1]``."""
         import jax.numpy as jnp
         from jax import lax
 
         return jnp.repeat(lax.dynamic_index_in_dim(self.sinks, head, 0, False), QUERY_TILE)[:, None]
 
-    def table(self, padded: Any, document: Document, head: Any, number: Any, block: Any) -> Any:
+    def table(
+        self, padded: jax.Array, document: Document, head: jax.Array, number: jax.Array, block: jax.Array
+    ) -> jax.Array:
         """Returns a tile of a mask or bias, ``[g * QUERY_TILE, KEY_TILE]``."""
         import jax.numpy as jnp
         from jax import lax
@@ -228,7 +235,7 @@ class Tiled(NamedTuple):
         return jnp.broadcast_to(part, (group, QUERY_TILE, KEY_TILE)).reshape(group * QUERY_TILE, KEY_TILE)
 
 
-def indices(*places: Any) -> tuple[Any, ...]:
+def indices(*places: int | jax.Array) -> tuple[jax.Array, ...]:
     """Returns where a slice begins, all in int32.
 
     JAX reads a host integer as int64 if 64-bit numbers are enabled, and takes no mixture.
@@ -238,18 +245,18 @@ def indices(*places: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(each, jnp.int32) for each in places)
 
 
-def arrange(spec: AttentionSpec, inputs: Inputs, *more: Any) -> Tiled:
+def arrange(spec: AttentionSpec, inputs: Inputs, *more: jax.Array) -> Tiled:
     """Returns the padded operands. more: arrays whose mesh axes a loop's results vary over, too."""
     import jax.numpy as jnp
     from jax import lax
 
     wide, heads = spec.lse_dtype, (spec.num_kv_heads, spec.group_size)
 
-    def keys_of(array: Any) -> Any:
+    def keys_of(array: jax.Array) -> jax.Array:
         rows = array.reshape(-1, spec.kv_len, spec.num_kv_heads, array.shape[-1]).astype(wide).transpose(0, 2, 1, 3)
         return jnp.pad(rows, ((0, 0), (0, 0), (0, KEY_TILE), (0, 0)))
 
-    def padded(table: Any) -> Any:
+    def padded(table: jax.Array | None) -> jax.Array | None:
         if table is None:
             return None
         queries, keys = (length > 1 for length in table.shape[2:])
@@ -265,7 +272,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, *more: Any) -> Tiled:
     return tiled._replace(q=tiled.padded_rows(spec, inputs.q.astype(wide)))
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = None) -> tuple[jax.Array, jax.Array]:
     """See ``Backend.forward``. Traceable.
 
     Args:
@@ -285,7 +292,9 @@ def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = No
     out = jnp.zeros((*shape, spec.value_dim), spec.dtype) + tiled.zero.astype(spec.dtype)
     lse = jnp.full((*shape, 1), -jnp.inf, spec.lse_dtype) + tiled.zero.astype(spec.lse_dtype)
 
-    def tile(number: Any, document: Document, head: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def tile(
+        number: jax.Array, document: Document, head: jax.Array, results: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         start = document.tile_start(number)
         part = _attend(spec, tiled, document, head, number)
         return tuple(
@@ -300,11 +309,17 @@ def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = No
     return out.reshape(spec.out_shape), lax.stop_gradient(lse).reshape(spec.lse_shape)
 
 
-def _over_tiles(spec: AttentionSpec, tiled: Tiled, documents: Document, tile: Any, results: Any) -> Any:
+def _over_tiles(
+    spec: AttentionSpec,
+    tiled: Tiled,
+    documents: Document,
+    tile: Callable[..., tuple[jax.Array, ...]],
+    results: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
     """Runs ``tile(number, document, head, results)`` for each tile of queries of each head of each document."""
     from jax import lax
 
-    def of_head(index: Any, results: Any) -> Any:
+    def of_head(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         document = documents.at(index // spec.num_kv_heads)
         head = index % spec.num_kv_heads
         return lax.fori_loop(
@@ -315,14 +330,16 @@ def _over_tiles(spec: AttentionSpec, tiled: Tiled, documents: Document, tile: An
     return lax.fori_loop(0, documents.q_start.shape[0] * spec.num_kv_heads + tiled.hidden_zero, of_head, results)
 
 
-def _attend(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, number: Any) -> tuple[Any, Any]:
+def _attend(
+    spec: AttentionSpec, tiled: Tiled, document: Document, head: jax.Array, number: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns out ``[g * QUERY_TILE, value_dim]`` and lse ``[g * QUERY_TILE, 1]`` of a tile of queries."""
     import jax.numpy as jnp
     from jax import lax
 
     q = tiled.queries(tiled.q, document, head, number)
 
-    def step(block: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, summed = state
         scores, seen, _ = _scores(spec, tiled, document, head, number, block, q)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
@@ -348,12 +365,18 @@ def _attend(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, nu
 
 
 def _scores(
-    spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, number: Any, block: Any, q: Any
-) -> tuple[Any, Any, Any]:
+    spec: AttentionSpec,
+    tiled: Tiled,
+    document: Document,
+    head: jax.Array,
+    number: jax.Array,
+    block: jax.Array,
+    q: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the scores ``[g * QUERY_TILE, KEY_TILE]``, -inf where hidden; what is seen; the softcap's slope."""
     import jax.numpy as jnp
 
-    scores = spec.scale * product("id,jd->ij", q, tiled.keys(tiled.k, document, head, block), spec.lse_dtype)
+    scores = spec.scale * product("id,jd->ij", q, tiled.keys(tiled.k, document, head, block), spec.lse_dtype)  # type: ignore[operator]
     slope = None
     if spec.softcap is not None:
         bent = jnp.tanh(scores / spec.softcap)
@@ -373,12 +396,14 @@ def _scores(
     return jnp.where(seen, scores, -jnp.inf), seen, slope
 
 
-def _sums(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, number: Any, q: Any) -> tuple[Any, Any]:
+def _sums(
+    spec: AttentionSpec, tiled: Tiled, document: Document, head: jax.Array, number: jax.Array, q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the largest score of each row of a tile of queries, and the sum of exp(score - largest)."""
     import jax.numpy as jnp
     from jax import lax
 
-    def step(block: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(block: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scores, _, _ = _scores(spec, tiled, document, head, number, block, q)
         top = jnp.maximum(state[0], scores.max(-1, keepdims=True))
         base = jnp.where(top == -jnp.inf, 0, top)
@@ -389,7 +414,7 @@ def _sums(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, numb
     return with_sink(None if tiled.sinks is None else tiled.sinks_of(head), *sums)
 
 
-def _contained(subscripts: str, weights: Any, seen: Any, values: Any, dtype: str) -> Any:
+def _contained(subscripts: str, weights: jax.Array, seen: jax.Array, values: jax.Array, dtype: str) -> jax.Array:
     """Returns the product of weights and values, in which a NaN or Inf reaches only the sums that see it."""
     import jax.numpy as jnp
     from jax import lax
@@ -397,14 +422,14 @@ def _contained(subscripts: str, weights: Any, seen: Any, values: Any, dtype: str
     finite = jnp.isfinite(values)
     total = product(subscripts, weights, jnp.where(finite, values, 0), dtype)
 
-    def marked() -> Any:
+    def marked() -> jax.Array:
         met = product(subscripts, seen.astype(dtype), (~finite).astype(dtype), dtype)
         return jnp.where(met > 0, jnp.nan, total)
 
     return lax.cond(finite.all(), lambda: total, marked)
 
 
-def _put(whole: Any, rows: Any, document: Document, head: Any, start: Any) -> Any:
+def _put(whole: jax.Array, rows: jax.Array, document: Document, head: jax.Array, start: jax.Array) -> jax.Array:
     """Writes a tile's rows that are queries of the document into ``[b, i, h, g, channels]``."""
     import jax.numpy as jnp
     from jax import lax
@@ -418,7 +443,7 @@ def _put(whole: Any, rows: Any, document: Document, head: Any, start: Any) -> An
     return lax.dynamic_update_slice(whole, jnp.where(real, rows, before), where)
 
 
-def _add_keys(whole: Any, part: Any, document: Document, head: Any, block: Any) -> Any:
+def _add_keys(whole: jax.Array, part: jax.Array, document: Document, head: jax.Array, block: jax.Array) -> jax.Array:
     """Adds a tile ``[KEY_TILE, channels]`` to the document's keys in ``[b, h, j, channels]``."""
     import jax.numpy as jnp
     from jax import lax
@@ -429,7 +454,9 @@ def _add_keys(whole: Any, part: Any, document: Document, head: Any, block: Any) 
     return lax.dynamic_update_slice(whole, jnp.where(real, before + part, before), where)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> Gradients:
     """See ``Backend.backward``. Traceable."""
     import jax.numpy as jnp
     from jax import lax
@@ -442,7 +469,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return found._replace(dq=dq, dk=dk, dv=dv)
     tiled, documents, wide = arrange(spec, inputs, lse, dout), documents_of(spec, inputs), spec.lse_dtype
 
-    def rows_last(array: Any) -> Any:  # [b, heads, i], or packed without b -> [b, i, heads]
+    def rows_last(array: jax.Array) -> jax.Array:  # [b, heads, i], or packed without b -> [b, i, heads]
         return array.reshape(spec.batch, spec.num_heads, spec.q_len).transpose(0, 2, 1).astype(wide)
 
     lse = rows_last(lse)
@@ -450,7 +477,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     saved = [tiled.padded_rows(spec, array) for array in (dout.astype(wide), out.astype(wide), lse, dlse)]
     start_values = [jnp.zeros(array.shape, wide) + tiled.zero.astype(wide) for array in (tiled.q, tiled.k, tiled.v)]
 
-    def tile(number: Any, document: Document, head: Any, totals: Any) -> Any:
+    def tile(
+        number: jax.Array, document: Document, head: jax.Array, totals: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         """Adds what a tile of queries of one head contributes: its dq as a whole, and its shares of dk and dv."""
         dq, *others = totals
         q, here, row_out, row_lse, row_dlse = (
@@ -464,7 +493,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         real = document.is_query(number, spec.group_size)
         row_lse = jnp.where(real & (row_lse != -jnp.inf), row_lse, jnp.inf)
 
-        def step(block: Any, sums: Any) -> Any:
+        def step(
+            block: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Adds a tile of keys. of_tile: the sums of dq."""
             of_tile, dk, dv = sums
             k, v = (tiled.keys(array, document, head, block) for array in (tiled.k, tiled.v))
@@ -484,8 +515,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
     dq, dk, dv = _over_tiles(spec, tiled, documents, tile, tuple(start_values))
     # Without the padding: a tile of rows on either side of the queries, and one behind the keys.
-    dq = spec.scale * dq[:, QUERY_TILE : QUERY_TILE + spec.q_len]
-    dk, dv = (array[:, :, : spec.kv_len].transpose(0, 2, 1, 3) for array in (spec.scale * dk, dv))
+    dq = spec.scale * dq[:, QUERY_TILE : QUERY_TILE + spec.q_len]  # type: ignore[operator]
+    dk, dv = (array[:, :, : spec.kv_len].transpose(0, 2, 1, 3) for array in (spec.scale * dk, dv))  # type: ignore[operator]
     dsinks = None
     if spec.sinks:
         heads = (spec.batch, spec.q_len, spec.num_heads)
@@ -513,7 +544,7 @@ def _filled_inputs(wider: AttentionSpec, inputs: Inputs) -> Inputs:
     return inputs._replace(q=_filled(q, wider.head_dim), k=_filled(k, wider.head_dim), v=_filled(v, wider.value_dim))
 
 
-def _filled(array: Any, channels: int) -> Any:
+def _filled(array: jax.Array, channels: int) -> jax.Array:
     """Returns an array with 0 behind its channels, the last axis."""
     import jax.numpy as jnp
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.jax_xla import fixed_tiles
 from attn_core.backends.shared.pages import dense_rows
@@ -18,10 +18,13 @@ from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
 from attn_core.paged.quantised import real_numbers
 
+if TYPE_CHECKING:
+    import jax
+
 Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 
 
-def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of a paged call, by ``run`` on dense keys and values; traceable.
 
     Page numbers are clamped to the pool and lengths to the table, because traced values cannot be checked.
@@ -38,7 +41,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
 
-    def row(pool: Any, scales: Any) -> Any:
+    def row(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
         wide = _gathered(paged, inputs, pool, scales)
         return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
@@ -77,7 +80,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T
 
 
-def forward_in_tiles(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+def forward_in_tiles(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of a paged call by ``fixed_tiles``; traceable. Clamps page numbers, lengths and offsets.
 
     Each sequence becomes a packed document that has the keys of a whole row of the table; only those up to its length
@@ -104,7 +107,7 @@ def forward_in_tiles(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any
     return out.astype(spec.dtype), lse
 
 
-def _gathered(paged: PagedKV, inputs: PagedInputs, pool: Any, scales: Any) -> Any:
+def _gathered(paged: PagedKV, inputs: PagedInputs, pool: jax.Array, scales: jax.Array | None) -> jax.Array:
     """Returns the keys or values of each sequence, ``[batch, capacity, kv_heads, dim]``; numbers of quantised pages.
 
     Args:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from attn_core.backends.jax_xla.products import all_finite
 from attn_core.backends.jax_xla.tiles import XlaOperands, zero_like
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    import jax
+
 
 def exact_lse(
-    spec: AttentionSpec, lse: Any, sums: Callable[[], tuple[Any, Any]], read: Any, *, in_loop: bool = True
-) -> tuple[Any, Any]:
+    spec: AttentionSpec,
+    lse: jax.Array,
+    sums: Callable[[], tuple[jax.Array, jax.Array]],
+    read: Sequence[jax.Array | None],
+    *,
+    in_loop: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns two numbers for each row, whose sum is the log-sum-exp; the second is 0 but in rows of large logits.
 
     The second is None if the call has no such rows.
@@ -31,15 +39,15 @@ def exact_lse(
         return lse, None
     large = jnp.isfinite(lse) & (jnp.abs(lse) >= LARGE_LSE)
 
-    def exact() -> tuple[Any, Any]:
+    def exact() -> tuple[jax.Array, jax.Array]:
         top, total = sums()
         return jnp.where(large, top, lse), jnp.where(large, jnp.log(total), 0)
 
-    def rounded() -> tuple[Any, Any]:
+    def rounded() -> tuple[jax.Array, jax.Array]:
         zeros = jnp.zeros_like(lse) + zero_like((*read, lse)).astype(lse.dtype)
         return lse + zeros, zeros
 
-    def usual() -> tuple[Any, Any]:
+    def usual() -> tuple[jax.Array, jax.Array]:
         return lax.cond(all_finite(jnp.where(large, jnp.inf, 0)), rounded, exact)  # type: ignore[no-any-return]
 
     if in_loop:
@@ -47,12 +55,12 @@ def exact_lse(
     return lax.platform_dependent(cpu=usual, default=exact)  # type: ignore[no-any-return]
 
 
-def log_weights(logits: Any, lse: Any, rest: Any) -> Any:
+def log_weights(logits: jax.Array, lse: jax.Array, rest: jax.Array | None) -> jax.Array:
     """Returns the logarithms of weights; lse and rest are of ``exact_lse``."""
     return logits - lse if rest is None else logits - lse - rest
 
 
-def with_sink(sinks: Any, top: Any, total: Any) -> tuple[Any, Any]:
+def with_sink(sinks: jax.Array | None, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the largest logit and the sum with the sink, for rows that see a key; 0 and 1 for a row without either.
 
     The largest logit is a constant for forward mode; see ``attention._attend``.
@@ -65,7 +73,9 @@ def with_sink(sinks: Any, top: Any, total: Any) -> tuple[Any, Any]:
     return base, jnp.where(total == 0, 1, total)
 
 
-def joined(sinks: Any, top: Any, total: Any, largest: Any) -> tuple[Any, Any, Any]:
+def joined(
+    sinks: jax.Array | None, top: jax.Array, total: jax.Array, largest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the base of rows that a sink joins, or None, their total, and the factor of the sums so far.
 
     Args:
@@ -78,7 +88,9 @@ def joined(sinks: Any, top: Any, total: Any, largest: Any) -> tuple[Any, Any, An
     return base, fade * total if sinks is None else fade * total + jnp.exp(sinks - base), fade
 
 
-def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+def finish(
+    spec: AttentionSpec, call: XlaOperands, top: jax.Array, total: jax.Array, summed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
     import jax.numpy as jnp
 
@@ -91,7 +103,7 @@ def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed:
     return out.astype(spec.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
 
-def sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
+def sinks_gradient(call: XlaOperands, lse: jax.Array, shift: jax.Array) -> jax.Array:
     """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
     import jax.numpy as jnp
 

@@ -6,7 +6,8 @@ k, e channel of v.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.jax_xla.products import all_finite, finite_only
 from attn_core.backends.shared.in_jax import document_numbers, safe_offsets
@@ -16,6 +17,9 @@ from attn_core.call.kinds import is_number
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+if TYPE_CHECKING:
+    import jax
 
 
 class BlockSizes(NamedTuple):
@@ -85,14 +89,16 @@ def block_sizes(spec: AttentionSpec, largest: BlockSizes) -> BlockSizes:
     return BlockSizes(size(spec.q_len, largest.queries), size(spec.kv_len, largest.keys))
 
 
-def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> RowKeys:
+def rows_of(
+    spec: AttentionSpec, cu_seqlens_q: jax.Array | None = None, cu_seqlens_k: jax.Array | None = None
+) -> RowKeys:
     """Returns the keys that each query may see. Clamps the offsets, which cannot be checked on a device."""
     import jax.numpy as jnp
 
     query = jnp.arange(spec.q_len, dtype=jnp.int32)
     q_start, q_stop, k_start, k_stop = (jnp.full_like(query, edge) for edge in (0, spec.q_len, 0, spec.kv_len))
     if spec.packed:
-        cu_q, cu_k = safe_offsets(cu_seqlens_q, spec.q_len), safe_offsets(cu_seqlens_k, spec.kv_len)
+        cu_q, cu_k = safe_offsets(cu_seqlens_q, spec.q_len), safe_offsets(cu_seqlens_k, spec.kv_len)  # type: ignore[arg-type]
         document = document_numbers(cu_q[1:], spec.q_len)
         q_start, q_stop, k_start, k_stop = (cu[document + end] for cu in (cu_q, cu_k) for end in (0, 1))
     offset = (k_stop - k_start) - (q_stop - q_start) if spec.alignment == "bottom_right" else 0
@@ -110,8 +116,9 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: b
     heads = (spec.num_kv_heads, spec.group_size)
     keys = (spec.batch, spec.kv_len, spec.num_kv_heads)
 
-    def per_head(array: Any, shape: tuple[int, ...] | None) -> Any:  # [b, heads or 1, i, j] -> [b, h, g, i, j]
-        if shape is None:
+    def per_head(array: jax.Array | None, shape: tuple[int, ...] | None) -> jax.Array | None:
+        # [b, heads or 1, i, j] -> [b, h, g, i, j]
+        if array is None or shape is None:
             return None
         return array.reshape(shape[0], *(heads if shape[1] == spec.num_heads else (1, 1)), *shape[2:])
 
@@ -134,26 +141,26 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: b
     )
 
 
-def zero_like(arrays: Any) -> Any:
+def zero_like(arrays: Iterable[jax.Array | None]) -> jax.Array:
     """Returns a zero that varies over an array's mesh axes: jax.shard_map checks the types of loop carries."""
     import jax.numpy as jnp
 
-    def zero(array: Any) -> Any:
+    def zero(array: jax.Array) -> jax.Array:
         # An empty array has no first element, and a symbolic one may have none.
         known = all(map(is_number, array.shape)) and 0 not in array.shape
         # A select instead of ``0 * array``, which would be NaN for a NaN.
         return jnp.where(False, array[(0,) * array.ndim], 0) if known else jnp.where(False, array, 0).sum()
 
-    return sum(zero(array).astype(jnp.float32) for array in arrays if array is not None)
+    return sum(zero(array).astype(jnp.float32) for array in arrays if array is not None)  # type: ignore[return-value]
 
 
-def summands(*arrays: Any) -> tuple[Summand, ...]:
+def summands(*arrays: jax.Array) -> tuple[Summand, ...]:
     """Returns the arrays as summands. One test serves all of them."""
     finite = all_finite(*arrays)
     return tuple(Summand(array, finite_only(array), finite) for array in arrays)
 
 
-def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
+def contain(subscripts: str, total: jax.Array, seen: jax.Array, summand: Summand) -> jax.Array:
     """Returns a sum over clean values, with NaN where a NaN or Inf is visible; hidden ones do not affect it.
 
     Rows that see no NaN keep their bits, because the total is computed from clean values in both cases.
@@ -161,7 +168,7 @@ def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    def marked() -> Any:
+    def marked() -> jax.Array:
         sides = (seen, ~jnp.isfinite(summand.values))
         met = jnp.einsum(subscripts, *(side.astype(jnp.float32) for side in sides))
         return jnp.where(met > 0, jnp.nan, total)
@@ -169,7 +176,7 @@ def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
     return lax.cond(summand.finite, lambda: total, marked)
 
 
-def tile_at(spec: AttentionSpec, call: XlaOperands, start: Any, index: Any) -> ScoreTile:
+def tile_at(spec: AttentionSpec, call: XlaOperands, start: int | jax.Array, index: int | jax.Array) -> ScoreTile:
     """Returns the tile of the queries from ``start`` on and the key block ``index``."""
     import jax.numpy as jnp
 
@@ -177,7 +184,7 @@ def tile_at(spec: AttentionSpec, call: XlaOperands, start: Any, index: Any) -> S
     return ScoreTile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
 
 
-def seen_in_ranges(call: XlaOperands, tile: ScoreTile) -> Any:
+def seen_in_ranges(call: XlaOperands, tile: ScoreTile) -> jax.Array:
     """Returns which pairs of the tile the call's key ranges show, ``[b or 1, h or 1, 1, i, j]``."""
     import jax.numpy as jnp
 
@@ -185,7 +192,9 @@ def seen_in_ranges(call: XlaOperands, tile: ScoreTile) -> Any:
     return contains(ranges, tile.query + jnp.arange(tile.queries, dtype=jnp.int32))
 
 
-def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: RowKeys, query: Any) -> tuple[Any, Any]:
+def key_blocks(
+    spec: AttentionSpec, call: XlaOperands, rows: RowKeys, query: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the half-open range of key blocks that any of the rows, which begin at ``query``, may see."""
     import jax.numpy as jnp
 
@@ -203,30 +212,30 @@ def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: RowKeys, query: Any
     return start // keys, (stop + keys - 1) // keys
 
 
-def cut(array: Any, start: Any, size: int, axis: int) -> Any:
+def cut(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
     """Slices ``size`` elements out of an axis, from a traced ``start`` on."""
     from jax import lax
 
     return array if array.shape[axis] == size else lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def cut_rows(rows: RowKeys, start: Any, size: int) -> RowKeys:
+def cut_rows(rows: RowKeys, start: int | jax.Array, size: int) -> RowKeys:
     return RowKeys(*(cut(array, start, size, axis=0) for array in rows))
 
 
-def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:
+def cut_summand(summand: Summand, start: int | jax.Array, size: int, axis: int) -> Summand:
     values, clean = (cut(array, start, size, axis) for array in (summand.values, summand.clean))
     return Summand(values, clean, summand.finite)
 
 
-def cut_tile(array: Any, tile: ScoreTile) -> Any:
+def cut_tile(array: jax.Array, tile: ScoreTile) -> jax.Array:
     """Slices the tile out of ``[b, h, g, i, j]``; axes of length 1 broadcast."""
     for axis, start, size in ((3, tile.query, tile.queries), (4, tile.key, tile.keys)):
         array = array if array.shape[axis] == 1 else cut(array, start, size, axis)
     return array
 
 
-def add_at(total: Any, part: Any, starts: dict[int, Any]) -> Any:
+def add_at(total: jax.Array, part: jax.Array, starts: dict[int, int | jax.Array]) -> jax.Array:
     """Adds a part to the array, at ``start`` on each named axis and at 0 on the others."""
     import jax.numpy as jnp
     from jax import lax
@@ -235,18 +244,18 @@ def add_at(total: Any, part: Any, starts: dict[int, Any]) -> Any:
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, where, part.shape) + part, where)
 
 
-def queries_first(spec: AttentionSpec, array: Any) -> Any:
+def queries_first(spec: AttentionSpec, array: jax.Array) -> jax.Array:
     """``[b, i, heads, channels]``, or packed without b, as ``[b, h, g, i, channels]``."""
     heads = (spec.num_kv_heads, spec.group_size)
     return array.reshape(spec.batch, spec.q_len, *heads, array.shape[-1]).transpose(0, 2, 3, 1, 4)
 
 
-def tokens_first(spec: AttentionSpec, array: Any) -> Any:
+def tokens_first(spec: AttentionSpec, array: jax.Array) -> jax.Array:
     """``[b, h, g, i, channels]`` as ``[b, i, heads, channels]``."""
     return array.transpose(0, 3, 1, 2, 4).reshape(spec.batch, spec.q_len, spec.num_heads, array.shape[-1])
 
 
-def add_to_bias(total: Any, dlogits: Any, tile: ScoreTile) -> Any:
+def add_to_bias(total: jax.Array, dlogits: jax.Array, tile: ScoreTile) -> jax.Array:
     """Sums over the axes along which the bias was broadcast, and adds at the tile's position on the others."""
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
     starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] != 1}

@@ -12,7 +12,7 @@ of v.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.jax_xla.attention import dropped
 from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
@@ -41,11 +41,14 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
+if TYPE_CHECKING:
+    import jax
+
 LONG_ROWS = 512
 """Keys from which XLA takes longer to copy bfloat16's scores than to multiply in float32."""
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out in ``spec.out_shape``, and lse and the row maxima in ``spec.lse_shape``. Traceable; never called for
     an empty spec."""
     call, g = _without_groups(spec, _arrange(spec, inputs))
@@ -81,7 +84,9 @@ def _without_groups(spec: AttentionSpec, call: XlaOperands) -> tuple[XlaOperands
     return call._replace(**arrays, sinks=None if call.sinks is None else call.sinks.squeeze(1)), ""
 
 
-def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, inputs: Inputs, g: str) -> Any:
+def _with_nan(
+    spec: AttentionSpec, call: XlaOperands, summed: jax.Array, seen: jax.Array, inputs: Inputs, g: str
+) -> jax.Array:
     """Returns the sums of values with NaN where a NaN or Inf is visible."""
     import jax.numpy as jnp
     from jax import lax
@@ -90,12 +95,12 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
     shape = summed.shape
     v = inputs.v.reshape(spec.batch, spec.kv_len, spec.num_kv_heads, spec.value_dim)
 
-    def marked() -> Any:
+    def marked() -> jax.Array:
         bad = ~jnp.isfinite(v)
         tables = call.mask, call.bias, call.key_ranges, spec.mask_mod, spec.score_mod
         if all(table is None for table in tables):  # every head sees the same keys
             here = _visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
-            met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))
+            met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))  # type: ignore[union-attr]
             met = met[:, :, None] if g else met
         else:
             here = jnp.broadcast_to(seen, (*shape[:-1], spec.kv_len))
@@ -105,13 +110,15 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
     # Without g, which is 1 in most calls: XLA would copy the array to another order of its axes.
     flat = (*shape[:2], -1, shape[-1])
 
-    def usual() -> Any:
+    def usual() -> jax.Array:
         return lax.cond(all_finite(inputs.v), lambda: summed.reshape(flat), marked)
 
     return lax.platform_dependent(cpu=usual, default=marked).reshape(shape)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> Gradients:
     """Returns the gradients from the saved out and lse."""
     import jax.numpy as jnp
 
@@ -120,7 +127,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     visible = _visible_pairs(spec, call, inputs)
     logits, slope, seen = _logits_of(spec, call, inputs, scores, visible)
 
-    def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
+    def per_row(array: jax.Array) -> jax.Array:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
         rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
         return rows.transpose(0, 2, 3, 1, 4)
 
@@ -131,7 +138,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
 
     # The weights, from the saved log-sum-exp; of rows with large logits from sums that are computed again.
-    def sums_again() -> tuple[Any, Any]:
+    def sums_again() -> tuple[jax.Array, jax.Array]:
         again, _, shown = _logits_of(spec, call, inputs, scores, visible)
         return with_sink(call.sinks, *_softmax(spec, call, again, shown)[1:])
 
@@ -150,7 +157,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     tile = tile_at(spec, call, 0, 0)
     dweights = dropped(spec, call, product("bhgie,bhje->bhgij", douts, call.v, wide), tile)
     dlogits = weights * (dweights + shift)
-    dscores = spec.scale * (dlogits if slope is None else dlogits * slope)
+    dscores = spec.scale * (dlogits if slope is None else dlogits * slope)  # type: ignore[operator]
     q, k = call.q, call.k
     if seen is not None:  # 0 times the NaN of a hidden key is NaN
         dscores = jnp.where(seen, dscores, 0)
@@ -184,7 +191,7 @@ def _arrange(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
     return arrange(spec, inputs, BlockSizes(spec.q_len, spec.kv_len), loops=False)
 
 
-def _visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any:
+def _visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> jax.Array | None:
     """Returns the visible pairs, which broadcast to ``[b, h, g, i, j]``; None if every query sees every key."""
     import jax.numpy as jnp
     from jax import lax
@@ -218,14 +225,16 @@ def _may_be_empty(spec: AttentionSpec) -> bool:
     return band(spec).empties_a_row(spec.q_len, spec.kv_len)
 
 
-def _logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any, Any]:
+def _logits_of(
+    spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (logits, slope, seen), ``[b, h, g, i, j]``, the logits of hidden pairs as well.
 
     slope: of softcap and score function, or None. seen: without the pairs that the score function hides.
     """
     import jax.numpy as jnp
 
-    logits, slope = spec.scale * scores, None
+    logits, slope = spec.scale * scores, None  # type: ignore[operator]
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
         logits, slope = spec.softcap * bent, 1 - bent * bent
@@ -242,7 +251,9 @@ def _logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: A
     return logits, slope, seen
 
 
-def _softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:
+def _softmax(
+    spec: AttentionSpec, call: XlaOperands, logits: jax.Array, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (weights with dropout, their maximum logit, their total without dropout)."""
     import jax.numpy as jnp
     from jax import lax
@@ -257,7 +268,9 @@ def _softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> 
     return dropped(spec, call, weights, tile_at(spec, call, 0, 0)), top, total
 
 
-def _results(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+def _results(
+    spec: AttentionSpec, call: XlaOperands, top: jax.Array, total: jax.Array, summed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse), ``[b, h, g, i, e]`` and ``[b, h, g, i]``."""
     import jax.numpy as jnp
 
@@ -277,7 +290,7 @@ MOST_PRODUCTS = 32
 """The most queries * kv heads for which one product multiplies all heads. It does the work once for each kv head."""
 
 
-def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
     from jax.lax import platform_dependent
 
@@ -290,7 +303,7 @@ def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, An
     )
 
 
-def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any]:
+def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of few queries; joint: by one product for all heads.
 
     Nothing is contained at first, because with few queries that takes about as long as the attention itself. Only if a
@@ -302,7 +315,7 @@ def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any,
     call = _arrange(spec, inputs)
     seen = _visible_pairs(spec, call, inputs)
 
-    def attend(k: Any, v: Any) -> tuple[tuple[Any, Any], Any]:
+    def attend(k: jax.Array, v: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         """Returns (out, lse) and whether they are finite. Nothing is contained: a hidden NaN makes them NaN."""
         scores = (_joint_scores if joint else _scores)(spec, call, k)
         weights, top, total = _softmax(spec, call, _logits_of(spec, call, inputs, scores, seen)[0], seen)
@@ -310,7 +323,7 @@ def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any,
         # A NaN in a key of one head is in the joint scores of all heads.
         return _results(spec, call, top, total, summed), all_finite(summed, *([scores] if joint else []))
 
-    def contained() -> tuple[Any, Any]:
+    def contained() -> tuple[jax.Array, jax.Array]:
         out, lse = attend(finite_only(inputs.k), finite_only(inputs.v))[0]
         bad = [~jnp.isfinite(inputs.k).all(-1, keepdims=True), ~jnp.isfinite(inputs.v)]
         here = jnp.ones((), bool) if seen is None else seen
@@ -326,15 +339,15 @@ def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any,
     return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
 
 
-def _scores(spec: AttentionSpec, call: XlaOperands, k: Any) -> Any:
+def _scores(spec: AttentionSpec, call: XlaOperands, k: jax.Array) -> jax.Array:
     return product("bhgid,bjhd->bhgij", call.q, k, spec.lse_dtype)
 
 
-def _sums(spec: AttentionSpec, weights: Any, v: Any) -> Any:
+def _sums(spec: AttentionSpec, weights: jax.Array, v: jax.Array) -> jax.Array:
     return product("bhgij,bjhe->bhgie", weights, v, spec.lse_dtype)
 
 
-def _joint_scores(spec: AttentionSpec, call: XlaOperands, k: Any) -> Any:
+def _joint_scores(spec: AttentionSpec, call: XlaOperands, k: jax.Array) -> jax.Array:
     """Returns ``_scores`` from one product: each query has zeros for the channels of the other kv heads."""
     import jax.numpy as jnp
     from jax import lax
@@ -347,7 +360,7 @@ def _joint_scores(spec: AttentionSpec, call: XlaOperands, k: Any) -> Any:
     return scores.swapaxes(1, 2).reshape(*call.q.shape[:4], spec.kv_len)
 
 
-def _joint_sums(spec: AttentionSpec, weights: Any, v: Any) -> Any:
+def _joint_sums(spec: AttentionSpec, weights: jax.Array, v: jax.Array) -> jax.Array:
     """Returns ``_sums`` from one product, which also has each query's sums of the other heads' values."""
     import jax.numpy as jnp
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, ForwardModePass, RowMaximumPass, Timing
+from attn_core.backends.contract import Backend, Buffers, ForwardModePass, RowMaximumPass, Timing
 from attn_core.backends.math import fixed_tiles
 from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.pages import dense_rows, in_pages, packed_documents, query_offsets
@@ -30,6 +30,9 @@ from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.spec import BITS, DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="the torch math kernel",
@@ -92,7 +95,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     if spec.paged is not None:
         return _paged_forward(spec, inputs)
@@ -102,7 +105,9 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     return out, lse
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``."""
     if spec.invariant is not None:
         return fixed_tiles.backward(spec, inputs, out, lse, dout, dlse)
@@ -110,18 +115,18 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def jvp(
-    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
-) -> tuple[Any, Any, Any, Any]:
+    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Buffers | None = None, *, primals: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``ForwardModePass``. It always computes out and lse."""
     return plain_tangents.jvp(spec, inputs, tangents)
 
 
-def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
+def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     """See ``Backend.forward_with_maximum``. Tiles of one size take another pass."""
     return plain_attention.forward_with_maximum if spec.invariant is None else None
 
 
-def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a paged call.
 
     On the CPU the sequences become packed documents of their own lengths. On a GPU reading the lengths would
@@ -140,7 +145,7 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     return out.to(inputs.q.dtype), lse
 
 
-def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     """Runs the call as one dense row per sequence, for tables on a device. Clamps page numbers and lengths."""
     import torch
 

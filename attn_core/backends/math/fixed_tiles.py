@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.plain import blocks
@@ -26,9 +26,16 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, part_of
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 QUERY_TILE = 128
 """Positions of a tile. One new token computes as many rows, because all products must have the same shape."""
 KEY_TILE = 128
+
+Visibility = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""(distance, hidden, limit), see ``Tiles.visibility``."""
 
 
 class Part(NamedTuple):
@@ -55,7 +62,7 @@ def parts(spec: AttentionSpec, inputs: Inputs) -> Iterator[Part]:
             yield from _unpadded(spec, inputs, number)
 
 
-def _positions(rows: int, columns: int, device: Any) -> tuple[Any, Any]:
+def _positions(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the positions of queries ``[rows, 1]`` and of keys ``[columns]``."""
     import torch
 
@@ -112,7 +119,7 @@ class Tiles(NamedTuple):
         """The number of tiles of queries."""
         return -(-(int(self.q.shape[1]) + self.shift) // QUERY_TILE)
 
-    def queries(self, number: int) -> Any:
+    def queries(self, number: int) -> Tensor:
         """Returns a tile ``[batch * kv_heads, group, QUERY_TILE, head_dim]``, multiplied by scale (scale / softcap)."""
         spec, rows = self.spec, self.q
         start, first, last = self.queries_of(number)
@@ -137,11 +144,11 @@ class Tiles(NamedTuple):
         start, stop = self.part.edge.keys_of(first, last - 1, self.part.keys.stop - self.part.keys.start)
         return range(start // KEY_TILE, -(-stop // KEY_TILE))
 
-    def block(self, padded: Any, number: int) -> Any:
+    def block(self, padded: Tensor, number: int) -> Tensor:
         """Returns a tile of ``[batch * kv_heads, keys, dim]``, a view."""
         return padded[:, number * KEY_TILE : (number + 1) * KEY_TILE]
 
-    def for_scores(self) -> Any:
+    def for_scores(self) -> Tensor:
         """Returns memory for the scores of a tile, the same for all tiles: pages that are new to the process cost time.
 
         Its shape is ``[batch * kv_heads or 2, group * QUERY_TILE, KEY_TILE]``.
@@ -151,7 +158,7 @@ class Tiles(NamedTuple):
             self.tables["scores"] = self.k.new_empty(shape)
         return self.tables["scores"]
 
-    def visibility(self, number: int, block: int) -> tuple[Any, Any, Any]:
+    def visibility(self, number: int, block: int) -> Visibility:
         """Returns the distances of a tile's pairs if slopes need them, which pairs are hidden, and limits of scores.
 
         All broadcast to ``[batch * kv_heads, group, QUERY_TILE, KEY_TILE]``, or are None. A limit is -inf for a hidden
@@ -164,7 +171,7 @@ class Tiles(NamedTuple):
                 hidden, limit = unseen if hidden is None else hidden | unseen, None
         return distance, hidden, limit
 
-    def _band_of(self, number: int, block: int) -> tuple[Any, Any, Any]:
+    def _band_of(self, number: int, block: int) -> Visibility:
         """Returns ``visibility`` of the band and of the end of the keys. Tiles at the same place of both share it."""
         import torch
 
@@ -189,7 +196,7 @@ class Tiles(NamedTuple):
                 self.tables[place] = distance, None, None
         return self.tables[place]  # type: ignore[no-any-return]
 
-    def table(self, table: Any, number: int, block: int) -> Any:
+    def table(self, table: Tensor, number: int, block: int) -> Tensor:
         """Returns a tile of a mask or bias, which broadcasts to the scores; what lies outside of the part is 0."""
         import torch
 
@@ -206,7 +213,7 @@ class Tiles(NamedTuple):
         here = here.expand(self.q.shape[0], self.spec.num_kv_heads, *here.shape[2:])
         return here.flatten(0, 1)
 
-    def of_rows(self, rows: Any, fill: float = 0.0) -> Any:
+    def of_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
         """Returns ``[batch, q_len, heads, channels]`` of the whole call in tiles of queries.
 
         Their shape is ``[batch * kv_heads, tiles, group, QUERY_TILE, channels]``.
@@ -237,7 +244,9 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
     keys, values = (_padded_keys(tensor[part.batch, part.keys], wide) for tensor in (k, v))
     finite = finite and all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in (queries, keys, values))
 
-    def per_head(numbers: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1 * kv_heads, group, 1, 1]
+    def per_head(
+        numbers: Tensor | None,
+    ) -> Tensor | None:  # [heads] or [batch, heads] -> [batch or 1 * kv_heads, group, 1, 1]
         if numbers is None:
             return None
         rows = numbers.to(wide).reshape(-1, spec.num_kv_heads, spec.group_size, 1, 1)
@@ -249,13 +258,13 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
     return Tiles(spec, part, queries, keys, values, per_head(inputs.alibi_slopes), per_head(inputs.sinks), *rest)
 
 
-def _cut(table: Any, part: Part) -> Any:
+def _cut(table: Tensor | None, part: Part) -> Tensor | None:
     """Returns a part's pairs of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
     of_rows = table if table is None or table.shape[0] == 1 else table[part.batch]
     return part_of(of_rows, part.rows, part.keys)
 
 
-def _padded_keys(keys: Any, wide: Any) -> Any:
+def _padded_keys(keys: Tensor, wide: torch.dtype) -> Tensor:
     batch, count, heads, dim = keys.shape
     padded = keys.new_zeros((batch, heads, -(-count // KEY_TILE) * KEY_TILE, dim), dtype=wide)
     padded[:, :, :count] = keys.transpose(1, 2)
@@ -263,7 +272,7 @@ def _padded_keys(keys: Any, wide: Any) -> Any:
 
 
 @without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     import torch
 
@@ -280,7 +289,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
-def _put(spec: AttentionSpec, part: Part, tiles: Tiles, number: int, into: Any, rows: Any) -> None:
+def _put(spec: AttentionSpec, part: Part, tiles: Tiles, number: int, into: Tensor, rows: Tensor) -> None:
     """Writes a tile's rows ``[batch * kv_heads, group, QUERY_TILE, channels]`` to ``[batch, q_len, heads, channels]``.
 
     Rows of the tile that are no queries of the part are left out.
@@ -291,7 +300,7 @@ def _put(spec: AttentionSpec, part: Part, tiles: Tiles, number: int, into: Any, 
     target.copy_(grouped[:, first - start : last - start])
 
 
-def _attend(spec: AttentionSpec, tiles: Tiles, number: int) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, tiles: Tiles, number: int) -> tuple[Tensor, Tensor]:
     """Returns a tile's out ``[batch * kv_heads, group, QUERY_TILE, value_dim]``, and its lse with one channel."""
     out, lse = _attend_once(spec, tiles, number, exact=not tiles.finite)
     if tiles.finite and not math.isfinite(out.sum()):  # a product of finite numbers overflowed
@@ -299,7 +308,7 @@ def _attend(spec: AttentionSpec, tiles: Tiles, number: int) -> tuple[Any, Any]:
     return out, lse
 
 
-def _attend_once(spec: AttentionSpec, tiles: Tiles, number: int, exact: bool) -> tuple[Any, Any]:
+def _attend_once(spec: AttentionSpec, tiles: Tiles, number: int, exact: bool) -> tuple[Tensor, Tensor]:
     """See ``_attend``. exact: NaN hides and shows exactly; without it the bits of finite results are the same."""
     import torch
 
@@ -342,7 +351,7 @@ def _attend_once(spec: AttentionSpec, tiles: Tiles, number: int, exact: bool) ->
     return out, lse
 
 
-def _exp(differences: Any) -> Any:
+def _exp(differences: Tensor) -> Tensor:
     """Computes exp in place; the smallest normal results, and all below, are 0.
 
     torch's exp takes 13 times as long for -inf as for other numbers, and 140 times as long for results that are not
@@ -356,8 +365,8 @@ def _exp(differences: Any) -> Any:
 
 
 def _scores(
-    spec: AttentionSpec, tiles: Tiles, q: Any, number: int, block: int, exact: bool = True
-) -> tuple[Any, Any, Any]:
+    spec: AttentionSpec, tiles: Tiles, q: Tensor, number: int, block: int, exact: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the scores of a tile ``[batch * kv_heads, group, QUERY_TILE, KEY_TILE]``, what is hidden, the slope.
 
     The slope is that of the softcap, or None. Hidden scores are -inf; unless exact, a hidden NaN stays NaN.
@@ -394,13 +403,15 @@ class Saved(NamedTuple):
 
 
 @without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``."""
     import torch
 
     with without_autocast(inputs.q):
         wide = getattr(torch, spec.lse_dtype)
-        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
+        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))  # type: ignore[assignment]
         # [batch, q_len, heads, 1]; contiguous, because the strides decide the order of a sum
         term = -(dout.to(wide) * out.to(wide)).contiguous().sum(-1, keepdim=True)
         lse = lse.transpose(1, 2)[..., None]
@@ -427,13 +438,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     return Gradients(*((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)), dsinks=dsinks)
 
 
-def _sinks_gradient(sinks: Any, lse: Any, term: Any) -> Any:
+def _sinks_gradient(sinks: Tensor, lse: Tensor, term: Tensor) -> Tensor:
     """Returns ``[heads]``, a sum over all rows: only this gradient depends on the other rows of a batch."""
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
     return (weights * term).sum((0, 1, 3)).to(sinks.dtype)
 
 
-def _add_gradients(spec: AttentionSpec, tiles: Tiles, saved: Saved, number: int, dk: Any, dv: Any) -> Any:
+def _add_gradients(spec: AttentionSpec, tiles: Tiles, saved: Saved, number: int, dk: Tensor, dv: Tensor) -> Tensor:
     """Adds a tile of queries to dk and dv, and returns its dq ``[batch * kv_heads, group, QUERY_TILE, head_dim]``."""
     q, dout, lse = tiles.queries(number), saved.dout[:, number], saved.lse[:, number]
     dq = q.new_zeros(q.shape)
@@ -454,10 +465,10 @@ def _add_gradients(spec: AttentionSpec, tiles: Tiles, saved: Saved, number: int,
             dscores.masked_fill_(hidden, 0.0)
         dq.add_(_over_keys(dscores, tiles.block(tiles.k, block), tiles, hidden))
         tiles.block(dk, block).add_(_over_rows(dscores, q, tiles, hidden))
-    return dq.mul_(spec.scale)
+    return dq.mul_(spec.scale)  # type: ignore[arg-type]
 
 
-def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Any, number: int, lse: Any) -> tuple[Any, Any]:
+def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Tensor, number: int, lse: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns what a tile's weights are: exp(score - first) / second. The second is None for 1.
 
     They are the lse and 1, but in rows whose lse is so large that it has lost the logarithm of the row's sum.
@@ -483,26 +494,26 @@ def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Any, number: int, lse: Any
 # a loop for vectors, in another order of sums.
 
 
-def _tile_products(rows: Any, matrix: Any, out: Any = None) -> Any:
+def _tile_products(rows: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``[batch * kv_heads, group, QUERY_TILE, a]`` times ``[batch * kv_heads, a, b]``. out: memory to write into."""
     several = _several(rows, matrix)
     return blocks.products(several[0][:, None], several[1][:, None], out)[: len(rows), 0]
 
 
-def _over_keys(weights: Any, values: Any, tiles: Tiles, hidden: Any) -> Any:
+def _over_keys(weights: Tensor, values: Tensor, tiles: Tiles, hidden: Tensor | None) -> Tensor:
     """Sums values ``[batch * kv_heads, KEY_TILE, dim]`` over the keys of a tile; a NaN reaches who sees it."""
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
     several = _several(weights, values)
     return blocks.sum_over_keys(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
-def _over_rows(weights: Any, rows: Any, tiles: Tiles, hidden: Any) -> Any:
+def _over_rows(weights: Tensor, rows: Tensor, tiles: Tiles, hidden: Tensor | None) -> Tensor:
     """Sums rows ``[batch * kv_heads, group, QUERY_TILE, dim]`` over group and queries of a tile."""
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
     several = _several(weights, rows)
     return blocks.sum_over_rows(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
-def _several(*operands: Any) -> tuple[Any, ...]:
+def _several(*operands: Tensor) -> tuple[Tensor, ...]:
     """Returns operands of products of at least two matrices, as views."""
     return operands if len(operands[0]) > 1 else tuple(each.expand(2, *each.shape[1:]) for each in operands)

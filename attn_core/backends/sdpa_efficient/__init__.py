@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend
+from attn_core.backends.contract import Backend, Buffers
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import copy_unaligned, without_gradient
@@ -29,6 +29,10 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.masks import Band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 NAME = "the aten memory-efficient kernel"
 
@@ -150,13 +154,13 @@ def _splits(spec: AttentionSpec) -> bool:
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[OpOverload, OpOverload]:
     import torch
 
     return torch.ops.aten._efficient_attention_forward.default, torch.ops.aten._efficient_attention_backward.default
 
 
-def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     whole = how["rows"] == slice(0, spec.q_len)
@@ -171,7 +175,9 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     group, rows = spec.group_size, spec.q_len
     prepared = tensors.added_of(spec) if has_bias else None
 
-    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = readable_rows(q, k, v, tensors.is_addressable)
         if group > 1:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
@@ -185,7 +191,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     return run
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Runs the op, which allocates its results; ``into`` is unused."""
     how = lower(spec)
     operands = tensors.operands(spec, how, inputs)
@@ -207,7 +213,9 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     return tensors.results(spec, how, operands, out, raw)
 
 
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, into: Gradients | None
+) -> Gradients:
     """Returns the gradients by torch's op. The order of its arguments is torch's."""
     import torch
 

@@ -7,13 +7,16 @@ The kernel takes ``[batch, length, heads, dim]`` with as many kv heads as heads,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.shared.readable import readable, whole_vectors
 from attn_core.backends.shared.rewrites import by_kv_head
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS_OF_LSE = 32
 """The kernel pads the query axis of its log-sum-exp to a multiple of this, with +inf."""
@@ -68,7 +71,7 @@ def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Kernel
     return KernelOperands(q, k, v, bias.expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1), empty)
 
 
-def added_of(spec: AttentionSpec) -> Callable[[Any, Any], Any]:
+def added_of(spec: AttentionSpec) -> Callable[[Tensor | None, Tensor | None], Tensor]:
     """Returns a function of mask and bias: the kernel's bias of all rows, which autograd can differentiate."""
     table = aten_masks.additive_of(spec, spec.dtype)
     full = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
@@ -85,7 +88,9 @@ def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: Ker
     return dense._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, places=where)
 
 
-def results(spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Any, raw: Any) -> tuple[Any, Any]:
+def results(
+    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Tensor, raw: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of the call from the kernel's out and its padded log-sum-exp."""
     import torch
 
@@ -100,7 +105,7 @@ def results(spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, 
 
 
 def backward_operands(
-    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Any, lse: Any, dout: Any
+    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Tensor, lse: Tensor, dout: Tensor
 ) -> BackwardOperands:
     """Returns the saved tensors for the backward: the kernel's rows, +inf (a weight of 0) for rows without a key."""
     import torch
@@ -118,7 +123,11 @@ def backward_operands(
 
 
 def gradients(
-    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, inputs: Inputs, raw: Any
+    spec: AttentionSpec,
+    how: dict[str, Any],
+    operands: KernelOperands,
+    inputs: Inputs,
+    raw: tuple[Tensor, Tensor, Tensor, Tensor | None],
 ) -> Gradients:
     """Returns the call's gradients from the kernel's (dq, dk, dv, dbias)."""
     dq, dk, dv, dbias = raw
@@ -128,10 +137,10 @@ def gradients(
     dq = _all_rows(spec, how, dq)
     if not spec.bias_gradient:
         return Gradients(dq, dk, dv)
-    return Gradients(dq, dk, dv, bias_gradient(spec, how, inputs.bias, dbias))
+    return Gradients(dq, dk, dv, bias_gradient(spec, how, inputs.bias, dbias))  # type: ignore[arg-type]
 
 
-def for_each_head(tensor: Any, group: int) -> Any:
+def for_each_head(tensor: Tensor, group: int) -> Tensor:
     """Repeats kv heads: ``[batch, length, kv_heads, dim]`` -> ``[batch, length, heads, dim]``."""
     if group == 1:
         return tensor
@@ -140,7 +149,7 @@ def for_each_head(tensor: Any, group: int) -> Any:
     return tensor[:, :, :, None].expand(batch, length, kv_heads, group, dim).reshape(batch, length, -1, dim)
 
 
-def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any) -> Any:
+def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Tensor, full: Tensor) -> Tensor:
     """``[batch, heads, rows, kv_len]`` -> the bias's shape and dtype. Zeroes the tiles that causal left unwritten."""
     import torch
 
@@ -156,7 +165,7 @@ def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any
     return _all_rows(spec, how, summed, axis=2).to(bias.dtype)
 
 
-def _all_rows(spec: AttentionSpec, how: dict[str, Any], part: Any, value: float = 0.0, axis: int = 1) -> Any:
+def _all_rows(spec: AttentionSpec, how: dict[str, Any], part: Tensor, value: float = 0.0, axis: int = 1) -> Tensor:
     """Pads a 4-D tensor of the kernel's rows to all rows of the call with ``value``."""
     import torch
 
@@ -171,7 +180,7 @@ def _padded(rows: int) -> int:
     return -(-rows // ROWS_OF_LSE) * ROWS_OF_LSE
 
 
-def is_addressable(tensor: Any) -> bool:
+def is_addressable(tensor: Tensor) -> bool:
     """Returns whether the kernel can read a ``[batch, length, heads, dim]`` tensor."""
     # Views of wide rows, as of one packed projection, have strides that reach further than the tensor's own elements.
     near = tensor.shape[1] * tensor.stride(1) < ADDRESSES or tensor.is_contiguous()
@@ -186,7 +195,7 @@ class QueryTokens(NamedTuple):
     empty: Any
 
 
-def split_at_first_key(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
+def split_at_first_key(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
     """Splits each document in two: the queries without a key, then the rest. Returns two int32 ``[2 * documents + 1]``.
 
     In a document with more queries than keys, bottom-right causal leaves the first ``queries - keys`` without a key.
@@ -203,7 +212,7 @@ def split_at_first_key(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
     return torch.cat((queries, cu_seqlens_q[-1:])), torch.cat((keys, cu_seqlens_k[-1:]))
 
 
-def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> QueryTokens:
+def places(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, longest: int) -> QueryTokens:
     """Locates ``tokens`` query tokens in documents of at most ``longest`` queries."""
     import torch
 
@@ -215,7 +224,7 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> Q
     return QueryTokens(document, position, empty)
 
 
-def by_token(raw: Any, where: QueryTokens) -> Any:
+def by_token(raw: Tensor, where: QueryTokens) -> Tensor:
     """``[documents, heads, longest]`` -> ``[heads, tokens]``, -inf for tokens without a key."""
     import torch
 
@@ -223,7 +232,7 @@ def by_token(raw: Any, where: QueryTokens) -> Any:
     return lse.masked_fill(where.empty, -torch.inf)
 
 
-def by_document(lse: Any, where: QueryTokens, documents: int, longest: int) -> Any:
+def by_document(lse: Tensor, where: QueryTokens, documents: int, longest: int) -> Tensor:
     """``[heads, tokens]`` -> ``[documents, heads, longest]``, +inf (a weight of 0) for padding and rows with no key."""
     import torch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.sdpa_flash.cpu_blocks import FEWEST_ROWS, MASK_ELEMENTS
 from attn_core.backends.shared.plain import attention as plain_attention
@@ -20,8 +20,11 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results: bool) -> None:
+
+def contain(spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, by_results: bool) -> None:
     """Recomputes the affected rows of a dense forward and writes them into ``out`` and ``lse``.
 
     Args:
@@ -35,7 +38,13 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results:
 
 
 def contain_gradients(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any], large: Any
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    large: Tensor | None,
 ) -> None:
     """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``.
 
@@ -50,11 +59,16 @@ def contain_gradients(
             gradient[row] = recomputed[0]
     for row in [] if large is None else large.any(1).nonzero().flatten().tolist():
         if row not in broken:
-            _add_queries(spec, inputs, row, large[row].nonzero().flatten(), (out, lse, dout), gradients)
+            _add_queries(spec, inputs, row, large[row].nonzero().flatten(), (out, lse, dout), gradients)  # type: ignore[index]
 
 
 def _add_queries(
-    spec: AttentionSpec, inputs: Inputs, row: int, large: Any, saved: tuple[Any, Any, Any], gradients: Any
+    spec: AttentionSpec,
+    inputs: Inputs,
+    row: int,
+    large: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Adds the share of some queries of a batch row, int64 ``[queries]``, to the gradients."""
     one, (out, lse, dout), (dq, dk, dv) = _row_inputs(inputs, row), saved, gradients
@@ -68,7 +82,7 @@ def _add_queries(
         dv[row] += part.dv[0]
 
 
-def _bias_of(spec: AttentionSpec, one: Inputs, queries: Any) -> Any:
+def _bias_of(spec: AttentionSpec, one: Inputs, queries: Tensor) -> Tensor:
     """Returns bias, ALiBi, mask and band of some queries of a batch row, ``[1, heads or 1, queries, kv_len]``."""
     import torch
 
@@ -89,7 +103,7 @@ def _spec_of_queries(spec: AttentionSpec, bias_shape: tuple[int, ...]) -> Attent
     return replace(spec, batch=1, q_len=bias_shape[2], causal=False, window=(None, None), **tables)  # type: ignore[arg-type]
 
 
-def _broken_rows(k: Any, v: Any) -> list[int]:
+def _broken_rows(k: Tensor, v: Tensor) -> list[int]:
     """Returns the rows of ``[batch, kv_len, kv_heads, dim]`` in which k or v may contain NaN or Inf. It misses none.
 
     A sum is NaN or Inf if one of its terms is. A sum of large finite numbers may also be Inf; then plain attention runs
@@ -105,7 +119,7 @@ def _broken_rows(k: Any, v: Any) -> list[int]:
     return torch.nonzero(~sums.isfinite()).flatten().tolist()
 
 
-def large_queries(spec: AttentionSpec, lse: Any) -> Any:
+def large_queries(spec: AttentionSpec, lse: Tensor) -> Tensor | None:
     """Returns which queries of a log-sum-exp have large logits in any head, bool ``[batch, q_len]``; None for none.
 
     The rest of a partial row is elsewhere, so its weights need not sum to 1.
@@ -120,7 +134,7 @@ def large_queries(spec: AttentionSpec, lse: Any) -> Any:
     return large if large.any() else None
 
 
-def are_finite(k: Any, v: Any) -> bool:
+def are_finite(k: Tensor, v: Tensor) -> bool:
     """Returns whether k and v certainly hold neither NaN nor Inf. False for large finite numbers, too.
 
     Sums and products that contain NaN or Inf are NaN or Inf, so no broken value is missed.
@@ -148,7 +162,7 @@ def shows_in_results(spec: AttentionSpec) -> bool:
     return not spec.needs_backward and 2 * results <= keys
 
 
-def are_results_finite(out: Any, lse: Any) -> bool:
+def are_results_finite(out: Tensor, lse: Tensor) -> bool:
     """Returns whether no hidden NaN or Inf reached the kernel's results. False for large finite results, too.
 
     A hidden value that is not finite is multiplied by the weight 0, so it makes ``out`` NaN. A hidden key that is not
@@ -158,7 +172,7 @@ def are_results_finite(out: Any, lse: Any) -> bool:
 
     if not math.isfinite(out.sum() if out.dtype in (torch.float32, torch.float64) else out.sum(dtype=torch.float32)):
         return False
-    return lse.amax().item() < math.inf  # type: ignore[no-any-return]  # -inf for a row that sees no key; False for NaN
+    return lse.amax().item() < math.inf  # -inf for a row that sees no key; False for NaN
 
 
 @cache
@@ -171,18 +185,22 @@ def valueless() -> type:
 
 @lru_cache(maxsize=4096)
 def _row_spec(spec: AttentionSpec) -> AttentionSpec:
-    def cut(shape: Any) -> Any:
+    def cut(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return shape and (1, *shape[1:])
 
     slopes = spec.alibi_shape if spec.alibi_shape is None or len(spec.alibi_shape) == 1 else cut(spec.alibi_shape)
-    tables = {"mask_shape": cut(spec.mask_shape), "bias_shape": cut(spec.bias_shape), "alibi_shape": slopes}
+    tables: dict[str, Any] = {
+        "mask_shape": cut(spec.mask_shape),
+        "bias_shape": cut(spec.bias_shape),
+        "alibi_shape": slopes,
+    }
     return replace(spec, batch=1, **tables)
 
 
 def _row_inputs(inputs: Inputs, row: int) -> Inputs:
     """Returns the inputs of one batch row; tables with a single row serve every row."""
 
-    def cut(table: Any) -> Any:
+    def cut(table: Tensor | None) -> Tensor | None:
         return table if table is None or table.shape[0] == 1 else table[row : row + 1]
 
     q, k, v = (tensor[row : row + 1] for tensor in inputs[:3])

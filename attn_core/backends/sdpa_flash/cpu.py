@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
 from attn_core.call.spec import BITS, DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="the aten CPU flash kernel",
@@ -94,7 +97,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     if spec.paged is not None:
         return _paged_forward(spec, inputs)
@@ -119,7 +122,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     return out, lse
 
 
-def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
     """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     if how["by_document"]:
@@ -128,25 +131,25 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
         return _masked_shortcut(spec)
     op = forward_op(spec, how["is_causal"])
 
-    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
             q, k, v = readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.transpose(1, 2), lse
 
-    def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return op(readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows))
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
 
 
-def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
+def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor] | None]:
     """See ``Backend.paged_shortcut_of``."""
     return _decoder(spec, spec.return_lse)
 
 
-def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
+def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
     """Returns the shortcut of a call with an additive mask; None if it needs more than one call of the kernel."""
     import torch
 
@@ -158,7 +161,9 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
     by_results, learns = containment.shows_in_results(spec), spec.needs_backward and may_be_large(spec)
     size = torch.linalg.vector_norm  # here and not in a function, for small calls
 
-    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
             q, k, v = readable(q, _has_rows), readable(k, _has_rows), readable(v, _has_rows)
         if not (by_results or containment.are_finite(k, v)):
@@ -170,10 +175,12 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
         if learns and not size(lse, inf).item() < LARGE_LSE:
             return None
         if wants_lse:
-            lse = lse.masked_fill(cpu_kernel.empty_rows(added), -float("inf"))
+            lse = lse.masked_fill(cpu_kernel.empty_rows(added), -float("inf"))  # type: ignore[arg-type]
         return out.transpose(1, 2), lse
 
-    def heads_first(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
+    def heads_first(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
         added = cpu_kernel.additive(dtype, q.device, mask, bias, edge, rows, keys)
@@ -188,7 +195,9 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
     return run
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``."""
     how = lower(spec)
     if how["by_document"]:
@@ -216,13 +225,13 @@ def _all_readable(inputs: Inputs) -> Inputs:
     return inputs._replace(q=readable(q, _has_rows), k=readable(k, _has_rows), v=readable(v, _has_rows))
 
 
-def _has_rows(tensor: Any) -> bool:
+def _has_rows(tensor: Tensor) -> bool:
     """Returns whether the kernel can read a ``[batch, seq, heads, dim]`` or ``[batch, heads, seq, dim]`` tensor."""
     batch_stride, row_stride, other_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride == 1 and row_stride >= width and other_stride >= width and batch_stride >= 1:
         return True
-    return tensor.is_contiguous()  # type: ignore[no-any-return]  # axes of length 1 may have any strides
+    return tensor.is_contiguous()  # axes of length 1 may have any strides
 
 
 # Packed documents: neighbours of equal lengths are the rows of one batch.
@@ -236,7 +245,7 @@ class _Run(NamedTuple):
     number: int
 
 
-def _packed_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def _packed_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a packed call."""
     import torch
 
@@ -257,7 +266,7 @@ def _packed_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return out, lse
 
 
-def _packed_backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+def _packed_backward(spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     """Returns the gradients of a packed call."""
     import torch
 
@@ -335,7 +344,7 @@ WORTH_TWO_ROWS = 2048
 """Elements of a head's keys from which one query is computed twice in bfloat16 without tiles; see ``cpu_kernel``."""
 
 
-def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a paged call whose tables are checked."""
     q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
@@ -349,7 +358,7 @@ def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, Any] | None]:
+def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
     """Returns a function that computes one query of each sequence in one call of the kernel.
 
     Its arguments are those of ``Backend.paged_shortcut_of``. It returns (out, lse), or None if the lengths differ so
@@ -362,7 +371,9 @@ def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, A
     kernel, scale, dtype, needs_lse = kernels()[0], spec.scale, spec.lse_dtype, needs_lse or spec.sinks
     one_row = spec.group_size == 1 and spec.dtype == "bfloat16" and not has_tiles()
 
-    def decode(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
+    def decode(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         ends = lengths.tolist()
         longest, shortest = max(ends), min(ends)
         pads_much = longest != shortest and batch * longest > max(FEW_TOKENS, MOST_PADDING * sum(ends))
@@ -392,7 +403,9 @@ def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, A
     return decode
 
 
-def _masked(op: Any, q: Any, k: Any, v: Any, scale: Any, added: Any) -> tuple[Any, Any]:
+def _masked(
+    op: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, scale: float | None, added: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the kernel's (out, lse) under an additive mask ``[batch, 1, 1, keys]``."""
     out, lse = op(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     if containment.are_results_finite(out, lse):
@@ -400,10 +413,10 @@ def _masked(op: Any, q: Any, k: Any, v: Any, scale: Any, added: Any) -> tuple[An
     # [batch, 1, 1, keys] -> [batch, 1, keys, 1]; each row has one query, so what it does not see may become 0
     hidden = (added == -inf).transpose(2, 3)
     k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
-    return op(q, k, v, 0.0, False, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+    return op(q, k, v, 0.0, False, attn_mask=added, scale=scale)
 
 
-def _additive(dtype: str, lengths: list[int], keys: int, left: int | None) -> Any:
+def _additive(dtype: str, lengths: list[int], keys: int, left: int | None) -> Tensor:
     """Returns the additive mask ``[batch, 1, 1, keys]`` of the last token of each sequence, in a window if left."""
     import torch
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.cpu_kernel import additive, empty_rows, forward_op, kernels, with_alibi
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, part_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WINDOW_ROWS = 128
 """The most queries of a block with a window. More would read many keys that most of them do not see."""
@@ -52,7 +55,7 @@ class Stack(NamedTuple):
         start, stop = self.block.rows.start, self.block.rows.stop
         return slice(start, start + (stop - start) * self.number)
 
-    def view(self, tensor: Any, row: int, tokens: slice) -> Any:
+    def view(self, tensor: Tensor, row: int, tokens: slice) -> Tensor:
         """Returns ``[number, heads, tokens, ...]``: a batch row of each block's part, ``tokens`` being the first's.
 
         Args:
@@ -89,7 +92,7 @@ def _height(spec: AttentionSpec) -> int:
     return rows if one_sided else min(rows, WINDOW_ROWS)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a dense call whose q, k and v the kernel can read.
 
     The keys that the blocks of a stack see move on with their queries. So one view with one stride has all blocks of a
@@ -120,7 +123,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return _empty_results(spec, inputs.q) if out is None else (out, lse)
 
 
-def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple[Any, Any]:
+def _run(spec: AttentionSpec, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Runs the kernel and corrects its log-sum-exp, which is 0 for a row that sees no key."""
     if spec.q_len == 1:  # else not: the lookup of an op hashes the spec on every call
         part, lse = forward_op(spec)(*tensors, attn_mask=mask)
@@ -129,14 +132,16 @@ def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple
     return part, lse if mask is None else lse.masked_fill(empty_rows(mask), -float("inf"))
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv) of a dense call whose q, k, v and dout the kernel can read."""
     lse = lse.masked_fill(lse == -float("inf"), 0.0)  # the kernel's own value for a row that sees no key
     q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
     sums: Any = None
     for stack, mask in _with_masks(spec, inputs):
         rows, keys, _, whole = stack.block
-        tensors = (dout, q, k, v, out, lse)
+        tensors: tuple[Tensor, ...] = (dout, q, k, v, out, lse)
         if stack.number > 1:
             sums = sums or _zeros(spec, inputs)
             for row in range(spec.batch):
@@ -162,14 +167,14 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
     return dq, dk, dv
 
 
-def _empty_results(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
+def _empty_results(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of rows that see no key: 0 and -inf."""
     import torch
 
     return q.new_zeros(spec.out_shape), q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
 
 
-def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
+def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Tensor]:
     """Returns zeros shaped like q, k and v in float32 (float64 for float64), as ``[batch, heads, seq, dim]`` views."""
     import torch
 
@@ -202,7 +207,7 @@ def _distances(block: QueryBlock) -> tuple[int, int, int]:
     return rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start
 
 
-def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, Any]]:
+def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, Tensor | None]]:
     """Yields each stack with its additive mask (see ``cpu_kernel.additive``), None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None

@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from attn_core.backends.shared import aten_masks
 from attn_core.call.masks import Band
 from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 GROUP_FOR_TILES = 4
 """Query heads of a group from which tiles multiply the group as fast as its heads one by one."""
@@ -36,7 +41,7 @@ def has_tiles() -> bool:
 
 
 @cache
-def kernels() -> tuple[Any, Any]:
+def kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], OpOverload]:
     """Returns the forward and the backward op, on ``[batch, heads, seq, dim]``."""
     import torch
 
@@ -45,7 +50,7 @@ def kernels() -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=4096)
-def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tuple[Any, Any]]:
+def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns the forward of a dense call: ``(q, k, v, attn_mask=None) -> (out, lse)``; attn_mask is an additive mask.
 
     Tensors are ``[batch, heads, seq, dim]``.
@@ -60,14 +65,14 @@ def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tu
     return partial(op, dropout_p=0.0, is_causal=is_causal, scale=spec.scale)  # no frame of Python
 
 
-def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns the forward of one query per row that hands a group's heads to the kernel as rows of one head.
 
     So the kernel reads each key once instead of once for each head of the group.
     """
     kernel, scale, heads = kernels()[0], spec.scale, (spec.num_kv_heads, spec.group_size)
 
-    def run(q: Any, k: Any, v: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         batch, all_heads, _, dim = q.shape
         if attn_mask is not None and attn_mask.shape[1] > 1:
             attn_mask = attn_mask.reshape(attn_mask.shape[0], *heads, attn_mask.shape[3])
@@ -78,7 +83,9 @@ def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
-def run_twice(q: Any, k: Any, v: Any, dropout_p: float, is_causal: bool, **options: Any) -> tuple[Any, Any]:
+def run_twice(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, **options: object
+) -> tuple[Tensor, Tensor]:
     """Returns the forward op's results for one query in each row, which it computes twice. Arguments as the op's."""
     # [batch, heads, 1, dim] -> [batch, heads, 2, dim]; the kernel cannot read a query axis of stride 0
     out, lse = kernels()[0](q.repeat(1, 1, 2, 1), k, v, dropout_p, is_causal, **options)
@@ -88,9 +95,18 @@ def run_twice(q: Any, k: Any, v: Any, dropout_p: float, is_causal: bool, **optio
 CACHED_ELEMENTS = 2**14
 """The most elements of a cached table: with BANDS entries in each cache, at most 16 MiB."""
 BANDS = 64
+Result = TypeVar("Result")
 
 
-def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, rows: slice, keys: slice) -> Any:
+def additive(
+    dtype: str,
+    device: torch.device,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    edge: Band | None,
+    rows: slice,
+    keys: slice,
+) -> Tensor | None:
     """Returns bias, mask and band as one additive tensor of ``dtype``, or None if there are none.
 
     Args:
@@ -113,8 +129,8 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     zero, hides = _constants(dtype, device)
     if edge is None:
         if bias is None and aten_masks.KEPT_MARK in mask.__dict__:
-            return aten_masks.kept_additive(mask, (dtype,), lambda: torch.where(mask, zero, hides))
-        return torch.where(mask, zero if bias is None else bias, hides)
+            return aten_masks.kept_additive(mask, (dtype,), lambda: torch.where(mask, zero, hides))  # type: ignore[arg-type]
+        return torch.where(mask, zero if bias is None else bias, hides)  # type: ignore[arg-type]
     inside, added = _band(dtype, device, edge, rows, keys)
     if bias is None:
         if mask is None or aten_masks.KEPT_MARK not in mask.__dict__:
@@ -124,7 +140,7 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     return torch.where(inside if mask is None else inside & mask, bias, hides)
 
 
-def with_alibi(dtype: str, added: Any, slopes: Any, offset: int, rows: slice, keys: slice) -> Any:
+def with_alibi(dtype: str, added: Tensor | None, slopes: Tensor, offset: int, rows: slice, keys: slice) -> Tensor:
     """Adds ``-slope * |i + offset - j|`` to an additive mask, or to nothing if it is None.
 
     Args:
@@ -140,24 +156,32 @@ def with_alibi(dtype: str, added: Any, slopes: Any, offset: int, rows: slice, ke
     return slopes * distance if added is None else torch.addcmul(added, slopes, distance)
 
 
-def empty_rows(added: Any) -> Any:
+def empty_rows(added: Tensor) -> Tensor:
     """Returns which rows of an additive mask see no key: bool ``[batch or 1, heads or 1, rows or 1]``."""
     import torch
 
     return added.amax(dim=-1) == -torch.inf
 
 
-def _constants(dtype: str, device: Any) -> tuple[Any, Any]:
+def _constants(dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns 0 and -inf as tensors without axes, because torch converts numbers to such tensors on every call."""
     return _cached_constants(dtype, device) if _may_cache() else _new_constants(dtype, device)
 
 
-def _band(dtype: str, device: Any, edge: Band, rows: slice, keys: slice) -> tuple[Any, Any]:
+def _band(dtype: str, device: torch.device, edge: Band, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """Returns which keys a band shows, bool ``[1, 1, rows, keys]``, and the same as an additive mask."""
-    return _table(_cached_band, _new_band, dtype, device, edge, rows, keys)  # type: ignore[no-any-return]
+    return _table(_cached_band, _new_band, dtype, device, edge, rows, keys)
 
 
-def _table(cached: Any, new: Any, dtype: str, device: Any, what: Any, rows: slice, keys: slice) -> Any:
+def _table(
+    cached: Callable[..., Result],
+    new: Callable[..., Result],
+    dtype: str,
+    device: torch.device,
+    what: Band | int,
+    rows: slice,
+    keys: slice,
+) -> Result:
     """Returns a table of rows and keys, from the cache if it is small."""
     place = (rows.start, rows.stop, keys.start, keys.stop)
     small = (rows.stop - rows.start) * (keys.stop - keys.start) <= CACHED_ELEMENTS
@@ -171,7 +195,7 @@ def _may_cache() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0
 
 
-def _new_constants(dtype: str, device: Any) -> tuple[Any, Any]:
+def _new_constants(dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
     import torch
 
     kind = getattr(torch, dtype)
@@ -179,7 +203,7 @@ def _new_constants(dtype: str, device: Any) -> tuple[Any, Any]:
         return torch.tensor(0.0, dtype=kind, device=device), torch.tensor(-torch.inf, dtype=kind, device=device)
 
 
-def _new_band(dtype: str, device: Any, edge: Band, place: tuple[int, int, int, int]) -> tuple[Any, Any]:
+def _new_band(dtype: str, device: torch.device, edge: Band, place: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     import torch
 
     with torch.inference_mode(False):
@@ -188,7 +212,7 @@ def _new_band(dtype: str, device: Any, edge: Band, place: tuple[int, int, int, i
         return inside, torch.where(inside, *_constants(dtype, device))
 
 
-def _new_distance(dtype: str, device: Any, offset: int, place: tuple[int, int, int, int]) -> Any:
+def _new_distance(dtype: str, device: torch.device, offset: int, place: tuple[int, int, int, int]) -> Tensor:
     """Returns ``-|i + offset - j|``, ``[1, 1, rows, keys]``."""
     import torch
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, Timing
+from attn_core.backends.contract import Backend, Buffers, Timing
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import copy_unaligned, without_gradient
@@ -24,6 +24,10 @@ from attn_core.backends.shared.readable import readable, readable_rows, writable
 from attn_core.backends.support import Build, Support, compute_capability
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
 
 NAME = "the aten CUDA flash kernel"
 
@@ -89,14 +93,14 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[OpOverload, OpOverload]:
     import torch
 
     return torch.ops.aten._flash_attention_forward.default, torch.ops.aten._flash_attention_backward.default
 
 
 @cache
-def _in_place() -> Any:
+def _in_place() -> OpOverload | None:
     """Returns the forward op that stores into the caller's tensor, or None: not every torch has it."""
     import torch
 
@@ -104,7 +108,7 @@ def _in_place() -> Any:
     return None if op is None else op.default
 
 
-def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+def shortcut(spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """See ``Backend.shortcut_of``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     # The kernel's log-sum-exp of a row that sees no key is not ours, but its own backward expects it.
@@ -115,7 +119,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     settings = None, None, how["max_q"], how["max_k"], 0.0, how["is_causal"], False
     window = {name: how[name] for name in ("scale", "window_size_left", "window_size_right")}
 
-    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = kernel(*readable_rows(q, k, v), *settings, **window)
         copy_unaligned(out)
         return out, lse
@@ -123,12 +127,12 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
-def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def run_forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
     """Runs the op, in place if possible. It reshapes one query of grouped heads and returns a view, so not in place."""
     how = lower(spec)
     one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
     place = None if into is None or one_query or _in_place() is None else writable(into[0])
-    op = _kernels()[0] if place is None else partial(_in_place(), place)
+    op = _kernels()[0] if place is None else partial(_in_place(), place)  # type: ignore[misc, arg-type]
     q, k, v = (readable(tensor) for tensor in inputs[:3])
     results = op(
         q,
@@ -151,7 +155,7 @@ def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, An
     return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
 
 
-def _generator_states(q: Any) -> tuple[Any, Any]:
+def _generator_states(q: Tensor) -> tuple[Tensor, Tensor]:
     """Returns states of a random generator in the forward op's format; unused without dropout."""
     import torch
 
@@ -161,11 +165,11 @@ def _generator_states(q: Any) -> tuple[Any, Any]:
 def run_backward(
     spec: AttentionSpec,
     inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    into: Any,
-    states_of: Callable[[Any], tuple[Any, Any]] = _generator_states,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    into: Gradients | None,
+    states_of: Callable[[Tensor], tuple[Tensor, Tensor]] = _generator_states,
 ) -> Gradients:
     """Runs the op, which allocates its results; ``into`` is unused."""
     import torch

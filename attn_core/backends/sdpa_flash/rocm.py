@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attn_core.backends.contract import Backend
 from attn_core.backends.sdpa_flash import cuda
@@ -28,6 +28,9 @@ from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "the aten ROCm flash kernel"
 
@@ -58,7 +61,7 @@ def probe() -> str:
     return torch.__version__
 
 
-def _generator_states(q: Any) -> tuple[Any, Any]:
+def _generator_states(q: Tensor) -> tuple[Tensor, Tensor]:
     """Returns seed and offset of a random generator in the forward op's format; unused without dropout."""
     import torch
 

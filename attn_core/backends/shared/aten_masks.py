@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from attn_core.backends.shared import kernel_limits
@@ -18,6 +18,10 @@ from attn_core.call.masks import Band, band
 from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 KEPT_ELEMENTS = 2**22
 """The most elements of a kept form: 16 MiB in float32. Larger calls take much longer than the conversion."""
 
@@ -25,13 +29,13 @@ KEPT_MARK = "_attn_core_additive"
 """The attribute of a mask that keeps its forms. Callers look for it first, so that other masks cost no call."""
 
 
-def keep_additive(mask: Any) -> None:
+def keep_additive(mask: Tensor) -> None:
     """Lets a bool mask keep its additive forms, for the calls that read it. A change in place invalidates them."""
     if not mask.is_inference():  # inference tensors do not count their changes
         setattr(mask, KEPT_MARK, (ref(mask), {}))
 
 
-def kept_additive(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) -> Any:
+def kept_additive(mask: Tensor, form: tuple[object, ...], convert: Callable[[], Tensor]) -> Tensor:
     """Returns the additive form of a mask that has KEPT_MARK: the kept one, or a new one, which is kept if it is small.
 
     Args:
@@ -105,12 +109,14 @@ def limits(
     return (*reasons, *kernel_limits.grid(spec, kernel, sequences))
 
 
-def detached(bias: Any) -> Any:
+def detached(bias: Tensor | None) -> Tensor | None:
     """Returns the bias without its autograd history, or None."""
     return None if bias is None else bias.detach()
 
 
-def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = True) -> Any:
+def additive(
+    mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, kv_len: int, *, aligned: bool = True
+) -> Tensor:
     """Returns bias and mask as one tensor of ``dtype``, -inf where the mask hides; autograd can differentiate it.
 
     Args:
@@ -128,7 +134,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     if mask is not None and (bias is not None or KEPT_MARK not in mask.__dict__):
         mask_converted()
     if mask is None:
-        return in_rows_of(bias, kv_len, aligned)
+        return in_rows_of(bias, kv_len, aligned)  # type: ignore[arg-type]  # not both None
     if bias is not None:
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
@@ -139,7 +145,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     return kept_additive(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
 
 
-def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[[Any, Any], Any]:
+def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[..., Tensor]:
     """Returns ``additive`` as a function of mask and bias for calls of one spec. Checks of shapes and dtypes run once.
 
     Args:
@@ -151,7 +157,7 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
     fits = shape is not None and shape[3] == kv_len and not (aligned and kv_len % ROW_MULTIPLE)
     if fits and spec.mask_shape is None and (spec.bias_dtype or spec.dtype) == dtype:
 
-        def as_it_is(mask: Any, bias: Any) -> Any:
+        def as_it_is(mask: None, bias: Tensor) -> Tensor:
             # Rows of a contiguous bias begin at multiples of 16 bytes if they must.
             if bias.is_contiguous() and not bias.data_ptr() % 16:
                 return bias
@@ -161,7 +167,7 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
     if fits and spec.bias_shape is None:
         empty_like, log, contiguous = torch.empty_like, torch.log, torch.contiguous_format
 
-        def of_mask(mask: Any, bias: Any) -> Any:
+        def of_mask(mask: Tensor, bias: None) -> Tensor:
             if KEPT_MARK in mask.__dict__:
                 return additive(mask, None, kind, kv_len, aligned=aligned)
             mask_converted()
@@ -171,12 +177,12 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
     return partial(additive, dtype=kind, kv_len=kv_len, aligned=aligned)
 
 
-def in_rows(table: Any, rows: slice) -> Any:
+def in_rows(table: Tensor | None, rows: slice) -> Tensor | None:
     """Slices the query rows out of a mask or bias ``[batch, heads, q_len or 1, keys]``, or None."""
     return table if table is None or table.shape[2] == 1 else table[:, :, rows]
 
 
-def in_rows_of(added: Any, kv_len: int, aligned: bool = True) -> Any:
+def in_rows_of(added: Tensor, kv_len: int, aligned: bool = True) -> Tensor:
     """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` as kernels can load it."""
     whole = added.shape[3] == kv_len
     if whole and not aligned and added.stride(3) == 1 and not added.data_ptr() % 16:
@@ -188,7 +194,7 @@ def in_rows_of(added: Any, kv_len: int, aligned: bool = True) -> Any:
     return _empty_rows_of(added, added.dtype, aligned).copy_(added)
 
 
-def _empty_rows_of(like: Any, dtype: Any, aligned: bool) -> Any:
+def _empty_rows_of(like: Tensor, dtype: torch.dtype, aligned: bool) -> Tensor:
     """Returns a new tensor of the shape of ``like``; see ``additive`` for ``aligned``.
 
     Kernels load whole vectors, so the padding of each row is 0.
@@ -202,7 +208,7 @@ def _empty_rows_of(like: Any, dtype: Any, aligned: bool) -> Any:
     return like.new_zeros((*others, width), dtype=dtype)[..., :kv_len]
 
 
-def empty_rows(visible: Any, edge: Band | None, rows: slice, kv_len: int) -> Any:
+def empty_rows(visible: Tensor, edge: Band | None, rows: slice, kv_len: int) -> Tensor:
     """Returns which of the query rows in ``rows`` see no key: bool ``[batch or 1, heads or 1, rows or 1]``.
 
     A mask that all queries share is summed once along the keys; each row then compares the sums at the two ends of its

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from attn_core.backends.shared.readable import readable
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ZeroTensor")
 """Dispatch keys that the dispatcher excludes below autograd, e.g. inside a custom operator.
@@ -42,7 +46,7 @@ def recording() -> Iterator[None]:
         yield
 
 
-def without_gradient(function: Call) -> Call:
+def without_gradient(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that runs without recording for autograd. Ctrl-C cannot leave autograd switched off.
 
     ``torch.no_grad`` restores autograd in a Python function. If Ctrl-C arrives as that function begins, autograd stays
@@ -51,7 +55,7 @@ def without_gradient(function: Call) -> Call:
     """
 
     @wraps(function)
-    def run(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         import torch
 
         before = torch.is_grad_enabled()
@@ -61,10 +65,10 @@ def without_gradient(function: Call) -> Call:
         finally:
             torch._C._set_grad_enabled(before)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
-def differentiable_once(result: Any) -> None:
+def differentiable_once(result: object) -> None:
     """Allows ``retain_graph=True`` for a compiled function, and raises if its gradient is differentiated again.
 
     torch refuses both in one error, because a compiled backward may overwrite the saved tensors. A function compiled
@@ -83,14 +87,14 @@ def differentiable_once(result: Any) -> None:
         metadata.bw_donated_idxs = []
 
 
-def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+def without_create_graph(backward: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps an autograd function's backward so that it raises under ``create_graph=True``.
 
     For functions whose saved tensors are not connected to the inputs: their second derivative would be wrong.
     """
 
     @wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
+    def run(ctx: object, *gradients: object) -> Result:
         import torch
 
         if torch.is_grad_enabled():
@@ -100,7 +104,7 @@ def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse_second_derivative(*_: Any) -> None:
+def refuse_second_derivative(*_: object) -> None:
     """Raises. Registered in the place of the derivative of a backward."""
     raise RuntimeError(
         "attention has no second derivative in torch: its gradients and its tangents have no derivatives; "
@@ -108,24 +112,26 @@ def refuse_second_derivative(*_: Any) -> None:
     )
 
 
-Hook = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
+Incoming = tuple["Tensor | None", ...]
+"""The gradients of an op's results; None for a result that nothing depends on."""
+Hook = Callable[[Incoming], Incoming | None]
 
 
-def copy_unaligned(out: Any) -> None:
+def copy_unaligned(out: Tensor) -> None:
     """Copies the gradient of ``out``, the first result of an op, before the op's backward if it is unaligned."""
     node = out.grad_fn
     if node is not None:
         node.register_prehook(_aligned)
 
 
-def copy_other_layouts(out: Any) -> None:
+def copy_other_layouts(out: Tensor) -> None:
     """As ``copy_unaligned``, and also copies a gradient whose strides differ from ``out``'s."""
     node = out.grad_fn
     if node is not None:
         node.register_prehook(_in_strides(out.stride()))
 
 
-def _aligned(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _aligned(gradients: Incoming) -> Incoming | None:
     dout, *others = gradients
     read = None if dout is None else readable(dout, _is_aligned)
     return None if read is dout else (read, *others)
@@ -133,7 +139,7 @@ def _aligned(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _in_strides(strides: tuple[int, ...]) -> Hook:
-    def copied(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def copied(gradients: Incoming) -> Incoming | None:
         dout, *others = gradients
         if dout is None or (dout.stride() == strides and _is_aligned(dout)):
             return None
@@ -142,7 +148,7 @@ def _in_strides(strides: tuple[int, ...]) -> Hook:
     return copied
 
 
-def _is_aligned(dout: Any) -> bool:
+def _is_aligned(dout: Tensor) -> bool:
     try:
         return not dout.data_ptr() % 16
     except RuntimeError:  # a tensor of vmap or functorch has no address; its values get tensors of their own

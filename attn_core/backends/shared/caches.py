@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable, Hashable
 from functools import _lru_cache_wrapper, cache, lru_cache, wraps
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attn_core.call.after_fork import after_fork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -32,7 +35,7 @@ def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
     first = cache(function)
 
     @wraps(function)
-    def waiting(*arguments: Any, **named: Any) -> Result:
+    def waiting(*arguments: Hashable, **named: Hashable) -> Result:
         with locks.setdefault((arguments, *named.items()), RLock()):
             return first(*arguments, **named)
 
@@ -75,7 +78,7 @@ _results: dict[int, dict[Hashable, Any]] = {}
 """By the address of a constant tensor, what was made from it."""
 
 
-def declare(tensor: Any) -> Any:
+def declare(tensor: Tensor) -> Tensor:
     """Declares that nothing writes to a tensor, as long as the object exists; returns the tensor."""
     address = tensor.data_ptr()
     _results[address] = {}
@@ -83,7 +86,7 @@ def declare(tensor: Any) -> Any:
     return tensor
 
 
-def made_from(tensor: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+def made_from(tensor: Tensor, key: Hashable, make: Callable[[], Result]) -> Result:
     """Returns the result of ``make``, kept by ``key`` and torch's current stream if the tensor is a constant.
 
     While a CUDA graph is captured nothing is kept or reused: the graph has its own memory.

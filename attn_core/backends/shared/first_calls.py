@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attn_core.backends.contract import Backend
 from attn_core.call.after_fork import free_in_children
@@ -13,6 +13,12 @@ from attn_core.call.functions import named
 from attn_core.call.observe import timed
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Result = TypeVar("Result")
 
 TOKENS = 8
 
@@ -36,7 +42,7 @@ def runs(trial: Callable[[AttentionSpec], bool], head_dim: int, dtype: str = "bf
         return False
 
 
-def averages(forward: Callable[..., Any], spec: AttentionSpec, device: str = "cuda") -> bool:
+def averages(forward: Callable[..., tuple[Tensor, Tensor]], spec: AttentionSpec, device: str = "cuda") -> bool:
     """Returns whether attention over values of one gives ones. The buffer starts at zero, so writing nothing fails."""
     inputs = _ones(spec, device)
     out, _ = forward(spec, inputs, (inputs.q.clone(), None))
@@ -44,7 +50,10 @@ def averages(forward: Callable[..., Any], spec: AttentionSpec, device: str = "cu
 
 
 def differentiates(
-    forward: Callable[..., Any], backward: Callable[..., Any], spec: AttentionSpec, device: str = "cuda"
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., Gradients],
+    spec: AttentionSpec,
+    device: str = "cuda",
 ) -> bool:
     """Returns whether dv is one everywhere for dout of ones, equally many queries and keys, and equal weights."""
     inputs = _ones(spec, device)
@@ -53,7 +62,7 @@ def differentiates(
     return bool(((gradients.dv - 1).abs() < 0.01).all())
 
 
-def _ones(spec: AttentionSpec, device: str) -> Any:
+def _ones(spec: AttentionSpec, device: str) -> Inputs | PagedInputs:
     """Returns queries and keys of zeros and values of ones. Packed tokens form one document, paged tokens one page."""
     import torch
 
@@ -92,15 +101,15 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
     """Returns the inputs of a call, all zeros. Packed tokens fill the documents in order."""
     import torch
 
-    def tensor(*shape: int) -> Any:
+    def tensor(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
-    def offsets(tokens: int, longest: int | None) -> Any:
+    def offsets(tokens: int, longest: int | None) -> Tensor | None:
         # Documents as long as allowed, then empty ones: kernels never see offsets beyond the tokens.
         ends = [min(document * (longest or 0), tokens) for document in range((spec.documents or 0) + 1)]
         return torch.tensor(ends, dtype=torch.int32, device=device) if spec.packed else None
 
-    def extra(shape: Any, dtype: Any = torch.float32) -> Any:
+    def extra(shape: tuple[int, ...] | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
 
     q, k, v = (tensor(*shape) for shape in shapes(spec))
@@ -140,8 +149,8 @@ _compiling = free_in_children(threading.Lock())
 
 
 def run(
-    kind: str, key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy: str = "call warm_up first"
-) -> Any:
+    kind: str, key: Hashable, call: Callable[[], Result], what: Callable[[], str], remedy: str = "call warm_up first"
+) -> Result:
     """Returns the call's result. The first call with a key compiles, so it runs alone in this process.
 
     Args:

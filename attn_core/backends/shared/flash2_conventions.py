@@ -8,11 +8,15 @@ csrc/flash_attn/src/mask.h and alibi.h.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def longest_query(spec: AttentionSpec) -> int:
@@ -24,7 +28,7 @@ def longest_query(spec: AttentionSpec) -> int:
     return max(spec.max_len_q or 0, 1 if spec.q_len == spec.documents else 2)
 
 
-def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
+def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Tensor | None:
     """Returns float32 ``[heads]`` or ``[batch, heads]``, or None. Packed calls get ``[heads]``, because the kernel
     would take a batch axis for one of documents."""
     if spec.alibi_shape is None:
@@ -33,7 +37,7 @@ def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
     return slopes.view(-1) if spec.packed else slopes
 
 
-def shift_lse(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: int) -> Any:
+def shift_lse(spec: AttentionSpec, inputs: Inputs, lse: Tensor, slopes: Tensor, sign: int) -> Tensor:
     """Returns ``lse + sign * slope * (query + offset)``: sign 1 gives the kernel's own log-sum-exp, -1 undoes it.
 
     Args:
@@ -66,7 +70,7 @@ def _seed(inputs: Inputs) -> int:
     return (seed + 0x9E3779B97F4A7C15 * offset) & (2**63 - 1)
 
 
-def generator_of(inputs: Inputs) -> Any:
+def generator_of(inputs: Inputs) -> torch.Generator:
     """Returns a fresh generator on the device. The forward draws its dropout mask from it.
 
     Raises:
@@ -77,7 +81,7 @@ def generator_of(inputs: Inputs) -> Any:
     return torch.Generator(inputs.q.device).manual_seed(_seed(inputs))
 
 
-def rng_state_of(inputs: Inputs) -> Any:
+def rng_state_of(inputs: Inputs) -> Tensor:
     """Returns int64 ``[seed, 0]`` on the device: the state that the forward records of a fresh generator.
 
     The device fills it, because copying it from the host would synchronise.

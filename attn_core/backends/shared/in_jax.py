@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from jax.lax import Precision
 
 
 @contextmanager
@@ -19,7 +24,7 @@ def usual_promotion() -> Iterator[None]:
         yield
 
 
-def document_numbers(ends: Any, count: int) -> Any:
+def document_numbers(ends: jax.Array, count: int) -> jax.Array:
     """Returns int32 ``[count]``: how many documents end at or before each position, which is its document's number.
 
     Args:
@@ -34,7 +39,7 @@ def document_numbers(ends: Any, count: int) -> Any:
     return lax.cumsum(jnp.zeros(count + 1, jnp.int32).at[at].add(1))[:count]
 
 
-def safe_offsets(cu_seqlens: Any, tokens: int, *, whole: bool = True) -> Any:
+def safe_offsets(cu_seqlens: jax.Array, tokens: int, *, whole: bool = True) -> jax.Array:
     """Returns offsets that start at 0, never decrease and end at ``tokens``, for any input. Valid offsets stay as is.
 
     Offsets of a traced array cannot be checked, and wrong ones would make a kernel read outside its buffers.
@@ -48,7 +53,7 @@ def safe_offsets(cu_seqlens: Any, tokens: int, *, whole: bool = True) -> Any:
     return lax.cummax(bounded.at[-1].set(tokens) if whole else bounded)
 
 
-def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf."""
     import jax
     import jax.numpy as jnp
@@ -60,7 +65,9 @@ def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     return (out.astype(lse.dtype) * by_row).astype(out.dtype), jnp.where(empty, lse, jnp.logaddexp(lse, logits))
 
 
-def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
+def sink_gradient(
+    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None = None
+) -> jax.Array:
     """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks; dlse is None if nothing needs lse.
 
     A row that sees no key adds nothing, whatever its dout is.
@@ -74,7 +81,7 @@ def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -
     return -total.sum(rows).astype(sinks.dtype)
 
 
-def product_precision(dtype: Any) -> Any:
+def product_precision(dtype: np.dtype) -> Precision | None:
     """Returns ``precision=`` for products of arrays of a dtype; None defers to ``jax.default_matmul_precision``.
 
     JAX's own default, DEFAULT, rounds float32 to TF32 on GPUs and to bfloat16 on TPUs. Attention would lose accuracy.

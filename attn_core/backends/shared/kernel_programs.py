@@ -11,10 +11,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.triton import Description
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+    from triton.compiler import CompiledKernel
+    from triton.runtime import KernelInterface
 
 SCRATCH = "scratch"
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dqkv", "dsinks")}
@@ -66,7 +73,7 @@ class KernelProgram(NamedTuple):
     steps: tuple[KernelStep, ...]
 
 
-def operands_in_float32(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+def operands_in_float32(spec: AttentionSpec, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
     return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
 
@@ -80,7 +87,11 @@ _NUMBERS = {"i1", "i8", "i16", "i32", "i64", "u32", "u64", "fp32", "fp64"}
 
 
 def step(
-    kernel: Any, reads: tuple[int, ...], writes: tuple[int, ...], kinds: tuple[Any, ...], how: Description
+    kernel: KernelInterface,
+    reads: tuple[int, ...],
+    writes: tuple[int, ...],
+    kinds: tuple[torch.dtype, ...],
+    how: Description,
 ) -> KernelStep:
     """Returns a step that launches a Triton kernel on buffers.
 
@@ -107,7 +118,7 @@ class Program:
         self.steps: list[KernelStep] = []
 
     def add(
-        self, kernel: Any, reads: tuple[str, ...], writes: tuple[str, ...], how: Callable[..., Description]
+        self, kernel: KernelInterface, reads: tuple[str, ...], writes: tuple[str, ...], how: Callable[..., Description]
     ) -> None:
         """Adds a kernel; ``how(tensors)`` describes its launch on tensors without memory.
 
@@ -134,19 +145,19 @@ def _nothing() -> None:
 
 @lru_cache(maxsize=256)
 def _attributes(
-    kernel: Any,
-    kinds: tuple[Any, ...],
+    kernel: KernelInterface,
+    kinds: tuple[torch.dtype, ...],
     grid: tuple[int, int, int],
-    numbers: tuple[Any, ...],
-    constants: tuple[tuple[str, Any], ...],
-) -> dict[str, Any]:
+    numbers: tuple[object, ...],
+    constants: tuple[tuple[str, object], ...],
+) -> dict[str, object]:
     """Returns the attributes of the custom call; compiles the kernel for the current GPU."""
     # A dtype stands for a tensor whose address is aligned.
     compiled = kernel.warmup(*kinds, *numbers, grid=grid, **dict(constants))
     return {"name": compiled.metadata.name, "opaque": zlib.compress(_call(compiled, grid, numbers, len(kinds)))}
 
 
-def _call(compiled: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], tensors: int) -> bytes:
+def _call(compiled: CompiledKernel, grid: tuple[int, int, int], numbers: tuple[object, ...], tensors: int) -> bytes:
     """Returns jaxlib's description of a launch.
 
     Raises:
@@ -174,7 +185,7 @@ def _call(compiled: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], t
 
 
 @lru_cache(maxsize=1)
-def _jaxlib() -> Any:
+def _jaxlib() -> ModuleType:
     """Returns the part of jaxlib that launches Triton kernels. It is not public, so every name is looked for."""
     try:
         from jaxlib import gpu_triton

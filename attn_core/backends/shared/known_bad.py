@@ -160,7 +160,7 @@ def rows() -> tuple[Row, ...]:
     return tuple(_row(**fields) for fields in json.loads(DATA.read_text(encoding="utf-8")))
 
 
-def _row(backends: list[str], devices: list[str], when: Any, **fields: str) -> Row:
+def _row(backends: list[str], devices: list[str], when: str | list[list[Any]], **fields: str) -> Row:
     conditions = when if isinstance(when, str) else tuple(Condition(*condition) for condition in when)
     return Row(backends=tuple(backends), devices=tuple(devices), when=conditions, **fields)
 

@@ -7,10 +7,11 @@ with a mask or packed documents. FlashAttention 2 and 3 share their refusals and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attn_core.backends.contract import Buffers
 from attn_core.backends.shared.readable import readable, whole_vectors, writable
 from attn_core.backends.shared.triton import Description, has_triton, launch
 from attn_core.call.spec import AttentionSpec, PagedKV
@@ -19,8 +20,11 @@ from attn_core.errors import ShapeError
 from attn_core.paged.arguments import one_query_each
 from attn_core.paged.quantised import real_numbers
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def pools(inputs: PagedInputs) -> tuple[Any, Any]:
+
+def pools(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     """Returns k and v unchanged.
 
     Raises:
@@ -35,7 +39,7 @@ def pools(inputs: PagedInputs) -> tuple[Any, Any]:
     return inputs.k, inputs.v
 
 
-def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
+def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Tensor:
     """Returns int32 ``[documents + 1]``, contiguous: the caller's offsets, or those of one query per sequence."""
     import torch
 
@@ -44,7 +48,7 @@ def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
     return inputs.cu_seqlens_q.contiguous()
 
 
-def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
+def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     """Returns copies of (block_table, seq_lens), clamped so that no kernel reads outside the pool.
 
     With Triton, one kernel launch clamps both.
@@ -75,7 +79,7 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     return safe_table, safe_lengths
 
 
-def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Returns the pools of keys and values, each with its scales; float8 pools as bytes, which torch can index."""
     import torch
 
@@ -86,7 +90,7 @@ def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[An
     return (k, inputs.k_scales), (v, inputs.v_scales)
 
 
-def in_slots(spec: AttentionSpec, inputs: PagedInputs, page: Any, offset: Any) -> tuple[Any, Any]:
+def in_slots(spec: AttentionSpec, inputs: PagedInputs, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the keys and values in slots, ``[slots, kv_heads, dim]``: as in the pool, or float32 if quantised."""
     assert spec.paged is not None
     if spec.paged.dtype is None:
@@ -104,7 +108,7 @@ def in_slots(spec: AttentionSpec, inputs: PagedInputs, page: Any, offset: Any) -
     return k, v
 
 
-def _slots(pool: Any, page: Any, offset: Any) -> Any:
+def _slots(pool: Tensor, page: Tensor, offset: Tensor) -> Tensor:
     """Returns ``pool[page, offset]``, by one index where the pages of the pool lie next to each other, which is faster.
 
     Elsewhere, as in a pool with keys and values in turns, joining the axes would copy the whole pool.
@@ -114,7 +118,7 @@ def _slots(pool: Any, page: Any, offset: Any) -> Any:
     return pool[page, offset]
 
 
-def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Any) -> tuple[Any, Any]:
+def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the keys and values of rows of pages ``[batch, width]`` as ``[batch, width * page_size, ...]``."""
     assert spec.paged is not None
     if spec.paged.dtype is None:
@@ -229,8 +233,12 @@ def _padded(spec: AttentionSpec, name: str, widths: set[int]) -> Iterator[str]:
 
 
 def flash2(
-    spec: AttentionSpec, inputs: PagedInputs, into: Any, varlen_fwd: Callable[..., Any], settings: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    spec: AttentionSpec,
+    inputs: PagedInputs,
+    into: Buffers | None,
+    varlen_fwd: Callable[..., Sequence[Tensor]],
+    settings: tuple[object, ...],
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse). The kernel takes each sequence's length from ``seqused_k`` and ignores the key offsets."""
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
@@ -245,8 +253,11 @@ def flash2(
 
 
 def flash3(
-    spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Callable[..., Any]]
-) -> tuple[Any, Any]:
+    spec: AttentionSpec,
+    inputs: PagedInputs,
+    into: Buffers | None,
+    operator: Callable[..., Callable[..., Sequence[Tensor]]],
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse). One query per sequence runs as a batch of one-query rows, which the kernel splits best.
 
     Args:

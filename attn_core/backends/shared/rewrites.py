@@ -18,10 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attn_core.backends.contract import Buffers
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Kernel(NamedTuple):
@@ -74,7 +78,7 @@ def is_native(kernel: Kernel, spec: AttentionSpec) -> bool:
     return _widened(kernel, spec) is None and not (spec.return_lse and spec.needs_backward)
 
 
-def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of any call, with the rewrites that the kernel needs; ``into`` as in ``Backend.forward``."""
     wide = _widened(kernel, spec)
     if wide is None:
@@ -95,7 +99,14 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
 
 
 def backward(
-    kernel: Kernel, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+    kernel: Kernel,
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    into: Gradients | None = None,
 ) -> Gradients:
     """Returns the gradients of any call from the out and lse of ``forward``; ``into`` as in ``Backend.backward``."""
     wide = _widened(kernel, spec)
@@ -142,7 +153,7 @@ def width_of(dim: int, widths: tuple[int, ...], built: tuple[int, ...], multiple
     return next((kernel for kernel in built if kernel > width), width)
 
 
-def by_kv_head(gradient: Any, kv_heads: int) -> Any:
+def by_kv_head(gradient: Tensor, kv_heads: int) -> Tensor:
     """``[batch, length, heads, dim]`` -> ``[batch, length, kv_heads, dim]``, summed in float32."""
     import torch
 
@@ -175,7 +186,7 @@ def _wide_inputs(wide: AttentionSpec, inputs: Inputs) -> Inputs:
     return inputs._replace(q=q, k=k, v=v, sinks=None)
 
 
-def padded(tensor: Any, width: int) -> Any:
+def padded(tensor: Tensor, width: int) -> Tensor:
     """Returns ``[..., dim]`` as ``[..., width]``, with zeros appended; the tensor itself if it has this width."""
     import torch
 
@@ -188,9 +199,9 @@ def _with_lse_gradient(
     wide: AttentionSpec,
     spec: AttentionSpec,
     inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dlse: Any,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor,
     gradients: Gradients,
 ) -> Gradients:
     """Adds the gradient of the log-sum-exp to dq and dk, with one more forward and backward of the kernel."""
@@ -203,11 +214,12 @@ def _with_lse_gradient(
     # sees a part; the factor exp(kernel_lse - lse) rescales the weights to it.
     mean_key, kernel_lse = kernel.forward(square, operands, None)
     empty = lse == -torch.inf
-    factor = torch.exp(kernel_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
+    scale: float = spec.scale  # type: ignore[assignment]  # every spec has set it
+    factor = torch.exp(kernel_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * scale
     factor = by_row(factor)
     dq = gradients.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
     queries = padded(inputs.q, square.head_dim)
-    weight = by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
+    weight = by_row(dlse.masked_fill(empty, 0.0)) * scale
     dout = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
     # Only dv is used, sum_i P_ij dout_i. It does not depend on out, so zeros serve.
     extra = kernel.backward(square, operands, torch.zeros_like(dout), lse, dout, None)
@@ -215,12 +227,14 @@ def _with_lse_gradient(
     return gradients._replace(dq=dq.to(gradients.dq.dtype), dk=dk.to(gradients.dk.dtype))
 
 
-def by_row(values: Any) -> Any:
+def by_row(values: Tensor) -> Tensor:
     """``[batch, heads, q_len]`` -> ``[batch, q_len, heads, 1]``; packed ``[heads, tokens]`` likewise."""
     return values.transpose(-1, -2)[..., None]
 
 
-def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: Any = None) -> tuple[Any, Any]:
+def with_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor, *, needs_lse: bool = True, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf.
 
     Without ``needs_lse`` the returned log-sum-exp is the given one. into: a buffer for the new out.
@@ -237,7 +251,7 @@ def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: 
     return out, torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
 
 
-def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
+def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks.
 
     A sink's weight in a row is exp(sink - lse); its logit's gradient is -weight * (delta - dlse). A row that sees no

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from attn_core.call.masks import Band, band
 from attn_core.call.seq_info import FEW_OFFSETS, check_cu_seqlens
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec, Shape4
 from attn_core.call.tensors import Inputs, part_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class DocumentSlices(NamedTuple):
@@ -30,7 +34,7 @@ class DocumentSlices(NamedTuple):
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
-def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlices]:
+def documents(spec: AttentionSpec, cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray) -> list[DocumentSlices]:
     """Checks the offsets and returns, in order, the documents that have both queries and keys.
 
     Queries outside these documents see no key.
@@ -59,14 +63,14 @@ def _known(cu_seqlens_q: bytes, cu_seqlens_k: bytes, *sizes: tuple[int, int]) ->
 
 
 def _checked(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, limits: tuple[int, int], tokens: tuple[int, int]
+    cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, limits: tuple[int, int], tokens: tuple[int, int]
 ) -> list[DocumentSlices]:
     check_cu_seqlens(cu_seqlens_q, limits[0], side="q", tokens=tokens[0])
     check_cu_seqlens(cu_seqlens_k, limits[1], side="k", tokens=tokens[1])
     return documents_between(cu_seqlens_q, cu_seqlens_k)
 
 
-def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlices]:
+def documents_between(cu_seqlens_q: np.ndarray | Tensor, cu_seqlens_k: np.ndarray | Tensor) -> list[DocumentSlices]:
     """Returns the same as ``documents`` for offsets that are known to be valid."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     result = []
@@ -82,7 +86,7 @@ def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlic
 def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
     """Returns the spec of one document of a packed call as a dense call of batch 1."""
 
-    def cut(shape: Any) -> Any:  # [1, heads or 1, q_tokens or 1, kv_tokens or 1]
+    def cut(shape: Shape4 | None) -> Shape4 | None:  # [1, heads or 1, q_tokens or 1, kv_tokens or 1]
         # ``min`` keeps axes of 1, which broadcast.
         return shape and (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
 
@@ -107,6 +111,7 @@ def dense_inputs(inputs: Inputs, document: DocumentSlices) -> Inputs:
     return inputs._replace(q=q, k=k, v=v, mask=mask, bias=bias, cu_seqlens_q=None, cu_seqlens_k=None)
 
 
+Tables = dict[tuple[int | None, ...], tuple["Tensor", "Tensor"]]
 MOST_TABLES = 16
 """The most tables of hidden pairs in memory: blocks with equal distances share them."""
 
@@ -147,7 +152,7 @@ def _host_blocks(
     import torch
 
     device = inputs.q.device
-    tables: dict[Any, tuple[Any, Any]] = {}
+    tables: Tables = {}
     # A GPU would have to wait for the values, and a fake tensor has none.
     has_values = inputs.key_ranges is not None and inputs.key_ranges.is_cpu and type(inputs.key_ranges) is torch.Tensor
     for queries, keys, edge in _documents(spec, inputs, valid_documents):
@@ -167,7 +172,7 @@ def _host_blocks(
             yield RowBlock(slice(start, stop), slice(first, last), distance, hidden, shades)
 
 
-def _keys_in_ranges(key_ranges: Any, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+def _keys_in_ranges(key_ranges: Tensor, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
     """Returns the first key from first to last that a row from start to stop sees in its ranges, and the one after the
     last; two equal numbers if there is none."""
     starts, stops = key_ranges[:, :, first:last].unbind(-1)
@@ -177,8 +182,8 @@ def _keys_in_ranges(key_ranges: Any, start: int, stop: int, first: int, last: in
 
 
 def _hidden(
-    edge: Band, start: int, stop: int, first: int, last: int, device: Any, tables: dict[Any, tuple[Any, Any]]
-) -> tuple[Any, tuple[tuple[slice, Any], ...] | None]:
+    edge: Band, start: int, stop: int, first: int, last: int, device: torch.device, tables: Tables
+) -> tuple[Tensor | None, tuple[tuple[slice, Tensor], ...] | None]:
     """Returns ``RowBlock.hidden`` and ``RowBlock.shades`` of rows from start to stop and keys from first to last.
 
     Args:
@@ -249,7 +254,7 @@ def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[
         yield RowBlock(rows, slice(0, spec.kv_len), at_key - position, hidden)
 
 
-def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+def _token_positions(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Returns each token's document (the number of documents for a token in none) and its position there, int64."""
     import torch
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 from attn_core.backends.shared.caches import cached_once
 from attn_core.call.observe import range_name, ranges_enabled
+from attn_core.call.spec import AttentionSpec
 from attn_core.errors import note_call
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class Range:
@@ -44,7 +49,7 @@ class Range:
     def __enter__(self) -> None:
         self.start()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -65,7 +70,7 @@ def _push(name: str) -> bool:
 
 
 @cached_once
-def _profiler() -> Any:
+def _profiler() -> ModuleType:
     import torch.autograd.profiler
 
     return torch.autograd.profiler
@@ -73,23 +78,23 @@ def _profiler() -> Any:
 
 def is_on() -> bool:
     """Returns whether somebody listens: a profiler of torch, or ``ranges(True)``."""
-    return _profiler()._is_profiler_enabled or ranges_enabled()  # type: ignore[no-any-return]
+    return _profiler()._is_profiler_enabled or ranges_enabled()
 
 
-def in_range(function: Callable[..., Any], name: str, nvtx: bool) -> Callable[..., Any]:
+def in_range(function: Callable[Parameters, Result], name: str, nvtx: bool) -> Callable[Parameters, Result]:
     """Wraps a function so that every call of it is a range."""
 
-    def run(*arguments: Any, **keywords: Any) -> Any:
+    def run(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         with Range(name, nvtx):
             return function(*arguments, **keywords)
 
     return run
 
 
-def in_range_if_on(function: Callable[..., Any], backend: str, direction: str) -> Callable[..., Any]:
+def in_range_if_on(function: Callable[..., Result], backend: str, direction: str) -> Callable[..., Result]:
     """Wraps a backend's forward or backward: its call is a range whenever somebody listens, and is noted on errors."""
 
-    def run(spec: Any, *arguments: Any) -> Any:
+    def run(spec: AttentionSpec, *arguments: object) -> Result:
         try:
             if not is_on():
                 return function(spec, *arguments)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attn_core.call.masks import band
 from attn_core.call.observe import compiled as count_compiled
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from triton.compiler import CompiledKernel
+    from triton.runtime import KernelInterface
+
+
+Launches = TypeVar("Launches")
 
 
 @cache
@@ -31,7 +40,9 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
 
 
-def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], **constants: Any) -> Any:
+def relaunch(
+    kernel: KernelInterface, grid: tuple[int, int, int], arguments: tuple[object, ...], **constants: object
+) -> Callable[..., object]:
     """Launches a Triton kernel, and returns a function that launches the same compiled code on other arguments.
 
     Most of a usual launch is Python that derives from the arguments which compiled code fits them. The function skips
@@ -51,6 +62,8 @@ def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
 
 MOST_LAUNCHES = 4096
 """The most entries in ``_launches``. Beyond it all are dropped, and later launches are usual ones once more."""
+Numbers = dict[str, float | None]
+"""A kernel's numbers and flags by name."""
 Direct = Callable[..., None]
 """A function of the addresses of a launch's tensors."""
 Description = tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]
@@ -61,7 +74,9 @@ _launches: dict[Hashable, tuple[Direct | None, Description]] = {}
 """By the key of a launch, its direct launch if there is one, and its description."""
 
 
-def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Callable[[], Description]) -> Direct | None:
+def launch(
+    kernel: KernelInterface, key: Hashable, tensors: tuple[Tensor, ...], describe: Callable[[], Description]
+) -> Direct | None:
     """Launches a kernel on the current device; a launch with a known key is a direct one.
 
     Args:
@@ -98,7 +113,7 @@ MOST_LAYOUTS = 64
 """The most strides whose launches ``remember`` keeps for one metadata of tensors."""
 
 
-def remember(seen: dict[Hashable, Any], strides: Hashable, launches: Any) -> None:
+def remember(seen: dict[Hashable, Launches], strides: Hashable, launches: Launches | None) -> None:
     """Keeps the direct launches of tensors for later ones with the same strides; None: there are none."""
     if launches is None:
         return
@@ -108,7 +123,11 @@ def remember(seen: dict[Hashable, Any], strides: Hashable, launches: Any) -> Non
 
 
 def _launch_compiled(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], fixed: tuple[Any, ...], constants: Any
+    kernel: KernelInterface,
+    grid: tuple[int, int, int],
+    arguments: tuple[object, ...],
+    fixed: tuple[object, ...],
+    constants: Mapping[str, object],
 ) -> Direct | None:
     """Launches a kernel, and returns a function that launches the same compiled code; None if Triton allows none.
 
@@ -132,7 +151,9 @@ def _launch_compiled(
     return _launch_in_c(compiled, grid, rest, usual)
 
 
-def _launch_in_c(compiled: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], usual: Direct) -> Direct:
+def _launch_in_c(
+    compiled: CompiledKernel, grid: tuple[int, int, int], rest: tuple[object, ...], usual: Direct
+) -> Direct:
     """Returns a function that calls the launcher that Triton generated in C for compiled code.
 
     It skips the Python around that launcher, which finds the device, runs hooks, and allocates scratch memory.
@@ -146,7 +167,7 @@ def _launch_in_c(compiled: Any, grid: tuple[int, int, int], rest: tuple[Any, ...
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
     options = (compiled.function, cooperative, dependent, None, None, compiled.packed_metadata, None, None, None)
 
-    def run(*others: Any) -> None:
+    def run(*others: object) -> None:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler counts launches
             usual(*others, *rest)
@@ -164,7 +185,7 @@ def _launches_directly() -> bool:
     return str(triton.__version__).startswith("3.6.")
 
 
-def numbers_of(spec: AttentionSpec) -> dict[str, Any]:
+def numbers_of(spec: AttentionSpec) -> Numbers:
     """Returns what each of our kernels of attention takes: its numbers, and whether it caps scores and has sinks."""
     left, right = band(spec).sides()
     return {
@@ -177,7 +198,7 @@ def numbers_of(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def result_buffer(into: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+def result_buffer(into: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a contiguous tensor for a result: the caller's if it is contiguous."""
     import torch
 

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from attn_core.backends.contract import Backend, ForwardModePass, Program, RowMaximumPass
+from attn_core.backends.contract import Backend, Buffers, ForwardModePass, Program, RowMaximumPass
 from attn_core.backends.shared.kernel_programs import KernelProgram, operands_in_float32
 from attn_core.backends.shared.readable import dense_channels, readable
-from attn_core.backends.shared.triton import launch, numbers_of, result_buffer
+from attn_core.backends.shared.triton import Numbers, launch, numbers_of, result_buffer
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_jvp import launches
 from attn_core.backends.triton_jvp.launches import Tiles
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="the Triton forward-mode kernel",
@@ -71,7 +75,7 @@ def probe() -> str:
     return str(triton.__version__)
 
 
-def lower(spec: AttentionSpec) -> dict[str, Any]:
+def lower(spec: AttentionSpec) -> Numbers:
     """Returns the kernel's arguments that follow from the spec."""
     return {
         **numbers_of(spec),
@@ -82,7 +86,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
+def _settings(spec: AttentionSpec, device: int) -> tuple[Numbers, Tiles]:
     return lower(spec), launches.tiles(spec, _shared_memory(device))
 
 
@@ -100,26 +104,26 @@ def _shared_memory(device: int) -> int:
 
 
 @cache
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     from attn_core.backends.triton_jvp import kernels
 
     return kernels
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     out, lse, _, _ = _run(spec, inputs, Tangents(), into or (None, None), (None, None), primals=True)
-    return out, lse
+    return out, lse  # type: ignore[return-value]
 
 
 def jvp(
-    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
-) -> tuple[Any, Any, Any, Any]:
+    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Buffers | None = None, *, primals: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``ForwardModePass``."""
-    return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)
+    return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)  # type: ignore[return-value]
 
 
-def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Tensor:
     """See ``RowMaximumPass``."""
     return launches.run_maximum(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()))
 
@@ -132,7 +136,7 @@ def row_maximum_program(spec: AttentionSpec) -> KernelProgram:
 
 
 @lru_cache(maxsize=4096)
-def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
+def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[Numbers, Tiles]:
     return lower(spec), launches.tiles_of_maximum(spec, _shared_memory(device))
 
 
@@ -140,11 +144,11 @@ def _run(
     spec: AttentionSpec,
     inputs: Inputs,
     tangents: Tangents,
-    results: tuple[Any, Any],
-    moved: tuple[Any, Any],
+    results: Buffers,
+    moved: Buffers,
     *,
     primals: bool,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Returns (out, lse, dout, dlse): the first two None without ``primals``, the others if nothing moves."""
 
     q, device = readable(inputs.q, dense_channels), inputs.q.get_device()
@@ -169,7 +173,7 @@ def _run(
     return out, lse, dout, dlse
 
 
-def _buffers(spec: AttentionSpec, q: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:
+def _buffers(spec: AttentionSpec, q: Tensor, given: Buffers) -> tuple[Tensor, Tensor]:
     import torch
 
     out = result_buffer(given[0], spec.out_shape, q.dtype, q.device)

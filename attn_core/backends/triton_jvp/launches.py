@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared import kernel_programs
 from attn_core.backends.shared.first_calls import shapes
 from attn_core.backends.shared.kernel_programs import Buffer, KernelProgram
 from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.shared.rewrites import power_of_two
-from attn_core.backends.shared.triton import Description, launch
+from attn_core.backends.shared.triton import Description, Numbers, launch
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.runtime import KernelInterface
 
 
 class Tiles(NamedTuple):
@@ -86,7 +90,7 @@ def attend(
     strides: tuple[tuple[int, ...], ...],
     moves: tuple[bool, ...],
     primals: bool,
-    settings: dict[str, Any],
+    settings: Numbers,
     tile: Tiles,
 ) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.attend``.
@@ -148,9 +152,7 @@ def tiles_of_maximum(spec: AttentionSpec, shared_memory: int) -> Tiles:
     return fitting_tiles(spec, HALF_OF_MAXIMUM, SINGLE_OF_MAXIMUM, power_of_two(spec.head_dim), shared_memory)
 
 
-def maximum(
-    spec: AttentionSpec, strides: dict[str, tuple[int, ...]], settings: dict[str, Any], tile: Tiles
-) -> Description:
+def maximum(spec: AttentionSpec, strides: dict[str, tuple[int, ...]], settings: Numbers, tile: Tiles) -> Description:
     """Returns the grid, the numbers and the constants of the kernel.
 
     Args:
@@ -191,13 +193,13 @@ def maximum(
 
 
 @cache
-def _maximum_kernel() -> Any:
+def _maximum_kernel() -> KernelInterface:
     from attn_core.backends.triton_jvp import kernels
 
     return kernels.row_maximum
 
 
-def run_maximum(spec: AttentionSpec, inputs: Inputs, settings: dict[str, Any], tile: Tiles) -> Any:
+def run_maximum(spec: AttentionSpec, inputs: Inputs, settings: Numbers, tile: Tiles) -> Tensor:
     """Returns the row maxima of a call on torch tensors."""
     import torch
 
@@ -220,7 +222,7 @@ def run_maximum(spec: AttentionSpec, inputs: Inputs, settings: dict[str, Any], t
     return result
 
 
-def maximum_program(spec: AttentionSpec, settings: dict[str, Any], tile: Tiles) -> KernelProgram:
+def maximum_program(spec: AttentionSpec, settings: Numbers, tile: Tiles) -> KernelProgram:
     """Returns the call as one kernel on XLA's buffers, which are contiguous; slopes are float32."""
     import torch
 

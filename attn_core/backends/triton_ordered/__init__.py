@@ -13,20 +13,25 @@ Upstream: triton 3.6 to 3.9, as torch brings it.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.contract import Backend, Program
+from attn_core.backends.contract import Backend, Buffers, Program
 from attn_core.backends.shared import first_calls, kernel_programs
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import How, how
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, operands_in_float32
 from attn_core.backends.shared.readable import dense_channels, readable
-from attn_core.backends.shared.triton import Description, launch, multiprocessors, result_buffer
+from attn_core.backends.shared.triton import Description, Numbers, launch, multiprocessors, result_buffer
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import launches
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="the Triton kernel of one order",
@@ -84,24 +89,24 @@ def probe() -> str:
     return str(triton.__version__)
 
 
-def lower(spec: AttentionSpec) -> dict[str, Any]:
+def lower(spec: AttentionSpec) -> Numbers:
     """Returns the kernels' scalar arguments, and the sizes that keep the order of sums."""
     return {**launches.settings_of(spec), **order.settings_of(spec)}
 
 
 @lru_cache(maxsize=4096)
-def _settings(spec: AttentionSpec) -> dict[str, Any]:
+def _settings(spec: AttentionSpec) -> Numbers:
     return launches.settings_of(spec)
 
 
 @cache
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     from attn_core.backends.triton_ordered import kernels
 
     return kernels
 
 
-def _in_sixteens(dout: Any) -> bool:
+def _in_sixteens(dout: Tensor) -> bool:
     """Returns whether a gradient is contiguous, or all its rows begin at multiples of 16 elements.
 
     Triton reads other rows with other instructions, and then adds their channels in another order.
@@ -112,7 +117,7 @@ def _in_sixteens(dout: Any) -> bool:
     return dout.data_ptr() % 16 == 0 and channel == 1 and not any(step % 16 for step in others)
 
 
-def _operands(inputs: Inputs) -> tuple[Any, ...]:
+def _operands(inputs: Inputs) -> tuple[Tensor, ...]:
     """Returns what all kernels read: q, k, v, offsets, sinks and slopes; q stands for what is absent."""
     q = readable(inputs.q, dense_channels)
     offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
@@ -121,11 +126,11 @@ def _operands(inputs: Inputs) -> tuple[Any, ...]:
     return (q, readable(inputs.k, dense_channels), readable(inputs.v, dense_channels), *offsets, sinks, slopes)
 
 
-def _layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def _layout(tensors: tuple[Tensor, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple([(tensor.stride(), tensor.dtype) for tensor in tensors])
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     import torch
 
@@ -150,7 +155,13 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 
 
 def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    into: Gradients | None = None,
 ) -> Gradients:
     """See ``Backend.backward``."""
     import torch
@@ -227,7 +238,7 @@ def _forward_program(spec: AttentionSpec, way: How) -> KernelProgram:
     program.add(_kernels().attend, READS, results, lambda like: launches.attend(spec, like, settings, way))
     if way.shares:
 
-        def describe(like: tuple[Any, ...]) -> Description:
+        def describe(like: tuple[Tensor, ...]) -> Description:
             *read, out, lse = like
             return order.describe_merge(spec, (*read, out if spec.packed else out.flatten(0, 1), lse), way.shares)
 

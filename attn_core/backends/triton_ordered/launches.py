@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attn_core.backends.shared.in_order.order import How, blocks, sequences
-from attn_core.backends.shared.triton import Description, numbers_of
+from attn_core.backends.shared.triton import Description, Numbers, numbers_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def settings_of(spec: AttentionSpec) -> dict[str, Any]:
+
+def settings_of(spec: AttentionSpec) -> Numbers:
     """Returns the kernels' scalar arguments."""
     return {
         **numbers_of(spec),
@@ -21,7 +24,7 @@ def settings_of(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def by_row(tensor: Any, packed: bool) -> tuple[int, ...]:
+def by_row(tensor: Tensor, packed: bool) -> tuple[int, ...]:
     """Returns the strides of a tensor by row, token and head, or by row and head of lse; a packed call has one row."""
     return (0, *tensor.stride()[:-1]) if packed else tuple(tensor.stride()[:-1])
 
@@ -31,7 +34,7 @@ def slope_row(spec: AttentionSpec) -> int:
     return spec.num_heads if len(spec.alibi_shape or ()) == 2 and not spec.packed else 0
 
 
-def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How) -> Description:
+def attend(spec: AttentionSpec, operands: tuple[Tensor, ...], settings: Numbers, way: How) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.attend``.
 
     Args:
@@ -111,7 +114,7 @@ def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
     return next((each for width, each in TILES.items() if wide <= width), TILES[256])
 
 
-def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> Description:
+def row_sums(spec: AttentionSpec, operands: tuple[Tensor, ...], has_dlse: bool) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.row_sums``."""
     out, dout, lse, *_ = operands
     steps = [step for each in (out, dout, lse) for step in by_row(each, spec.packed)]
@@ -120,14 +123,14 @@ def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> 
     return (programs, 1, 1), (spec.q_len, *steps), constants | {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def sink_sums(spec: AttentionSpec, operands: tuple[Any, ...]) -> Description:
+def sink_sums(spec: AttentionSpec, operands: tuple[Tensor, ...]) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.sink_sums``."""
     numbers = (spec.batch, spec.q_len, *by_row(operands[1], spec.packed))
     constants = {"TILE": SINK_ROWS, "num_warps": 4, "enable_fp_fusion": False}
     return (spec.num_heads, 1, 1), numbers, constants
 
 
-def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
+def of_keys(spec: AttentionSpec, operands: tuple[Tensor, ...], settings: Numbers, tile: Tile) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.of_keys``."""
     number, _, keys = sequences(spec)
     numbers, constants = _common(spec, operands, settings, tile)
@@ -135,7 +138,7 @@ def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, 
     return grid, numbers, {"KV_HEADS": spec.num_kv_heads, **constants}
 
 
-def of_queries(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
+def of_queries(spec: AttentionSpec, operands: tuple[Tensor, ...], settings: Numbers, tile: Tile) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.of_queries``."""
     number, queries, _ = sequences(spec)
     numbers, constants = _common(spec, operands, settings, tile)
@@ -144,8 +147,8 @@ def of_queries(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[st
 
 
 def _common(
-    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    spec: AttentionSpec, operands: tuple[Tensor, ...], settings: Numbers, tile: Tile
+) -> tuple[tuple[float | None, ...], Numbers]:
     """Returns the numbers, in the kernels' order, and the constants that ``of_keys`` and ``of_queries`` both take."""
     q, k, v, dout, lse, _, _, _, _, *results = operands
     steps = [step for each in (q, k, v, dout, lse, *results) for step in by_row(each, spec.packed)]

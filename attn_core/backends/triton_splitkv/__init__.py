@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache, partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from attn_core.backends.contract import Backend, Pages, Program
+from attn_core.backends.contract import Backend, Buffers, Pages, Program
 from attn_core.backends.shared import kernel_programs
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks, grid_of, how, settings_of
@@ -30,6 +31,9 @@ from attn_core.call.spec import BITS, AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import one_query_each
 from attn_core.paged.quantised import KINDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="the Triton split-KV kernel",
@@ -130,23 +134,25 @@ def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, 
 
 
 @cache
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     from attn_core.backends.triton_splitkv import kernels
 
     return kernels
 
 
-def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: PagedInputs, into: Buffers | None = None) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     return _forward(spec, inputs, into)[:2]
 
 
-def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """See ``Backend.paged_shortcut_of``."""
     return launches.repeated(spec, partial(_forward, spec))
 
 
-def _forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
+def _forward(
+    spec: AttentionSpec, inputs: PagedInputs, into: Buffers | None = None
+) -> tuple[Tensor, Tensor, Launches | None]:
     """Returns (out, lse), and the launches if they fit other tensors of the same strides."""
     kernels, device = _kernels(), inputs.q.get_device()
     settings, tiles, count = _settings(spec, device)
@@ -177,7 +183,7 @@ def _forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tupl
     return out, lse, Launches(count, attend, merge)
 
 
-def _buffers(spec: AttentionSpec, q: Any, into: Any, count: int) -> tuple[Any, Any, Any, Any]:
+def _buffers(spec: AttentionSpec, q: Tensor, into: Buffers | None, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out and lse, the caller's if there are any; and so many float32 partial results, which a second kernel
     merges, or out and lse again for none."""
     import torch
@@ -198,7 +204,7 @@ def _buffers(spec: AttentionSpec, q: Any, into: Any, count: int) -> tuple[Any, A
 
 
 def _describe_in_order(
-    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How
+    spec: AttentionSpec, operands: tuple[Tensor, ...], settings: dict[str, Any], way: How
 ) -> Description:
     """Returns the grid, the numbers and the constants of ``attend_in_order``.
 
@@ -241,7 +247,7 @@ def _describe_in_order(
 
 
 def _attend_in_order(
-    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How, layout: Hashable
+    spec: AttentionSpec, operands: tuple[Tensor, ...], settings: dict[str, Any], way: How, layout: Hashable
 ) -> Direct | None:
     """Launches ``kernels.attend_in_order`` on ``_ordered_operands``.
 
@@ -256,22 +262,25 @@ def _attend_in_order(
     return lambda *addresses: direct(*_ordered_operands(*addresses))
 
 
+Operand = TypeVar("Operand")
+
+
 def _ordered_operands(
-    q: Any,
-    k: Any,
-    v: Any,
-    table: Any,
-    lengths: Any,
-    offsets: Any,
-    sinks: Any,
-    key_ranges: Any,
-    slopes: Any,
-    starts: Any,
-    k_scales: Any,
-    v_scales: Any,
-    out: Any,
-    lse: Any,
-) -> tuple[Any, ...]:
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    table: Operand,
+    lengths: Operand,
+    offsets: Operand,
+    sinks: Operand,
+    key_ranges: Operand,
+    slopes: Operand,
+    starts: Operand,
+    k_scales: Operand,
+    v_scales: Operand,
+    out: Operand,
+    lse: Operand,
+) -> tuple[Operand, ...]:
     """Returns those operands of ``kernels.attend``, or their addresses, that ``attend_in_order`` takes."""
     return q, k, v, table, lengths, offsets, sinks, slopes, starts, out, lse
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import Tiles, grid_of
 from attn_core.backends.shared.pages import pools
@@ -17,6 +17,9 @@ from attn_core.backends.shared.triton import Description, Direct, remember
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROGRAMS = 4
 """Programs that a multiprocessor runs at once. They saturate its memory bandwidth."""
@@ -179,7 +182,7 @@ def operands_of(inputs: PagedInputs) -> tuple[Operands, bool]:
 
 
 def attend(
-    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tiles, count: int
+    spec: AttentionSpec, operands: tuple[Tensor, ...], settings: dict[str, Any], tile: Tiles, count: int
 ) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.attend``.
 
@@ -228,18 +231,18 @@ def attend(
     return grid, numbers, constants
 
 
-def are_near(pools: tuple[Any, Any], scales: tuple[Any, ...] = ()) -> bool:
+def are_near(pools: tuple[Tensor, Tensor], scales: tuple[Tensor, ...] = ()) -> bool:
     """Returns whether every offset in the pools, in units of 16 bytes, and in their scales, in elements, fits int32."""
     bytes_of_pools = max(_reach(pool) * pool.element_size() for pool in pools)
     return bytes_of_pools // 16 < 2**31 and all(_reach(each) < 2**31 for each in scales)
 
 
-def _reach(tensor: Any) -> int:
+def _reach(tensor: Tensor) -> int:
     """Returns the largest offset of an element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
+def scale_strides(spec: AttentionSpec, scales: Tensor) -> tuple[int, ...]:
     """Returns the strides of scales by page, slot and head; 0 for an axis that they lack."""
     assert spec.paged is not None
     if spec.paged.dtype is None:
@@ -248,7 +251,7 @@ def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
     return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
 
 
-def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
+def merge(spec: AttentionSpec, operands: tuple[Tensor, ...], count: int) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.merge``."""
     parts, part_lse, _, out, lse = operands
     numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
@@ -264,7 +267,7 @@ def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Descrip
 First = Callable[[PagedInputs], tuple[Any, Any, Launches | None]]
 
 
-def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]]:
+def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Returns a function of a call's tensors that repeats the launches of an earlier call with the same strides.
 
     It only allocates and launches. Its arguments are those of ``Backend.paged_shortcut_of``.
@@ -282,16 +285,16 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
     empty, single = torch.empty, torch.float32
 
     def run(
-        q: Any,
-        k: Any,
-        v: Any,
-        table: Any,
-        lengths: Any,
-        sinks: Any,
-        cu: Any = None,
-        k_scales: Any = None,
-        v_scales: Any = None,
-    ) -> tuple[Any, Any]:
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        sinks: Tensor | None,
+        cu: Tensor | None = None,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         strides: Hashable = (q.stride(), k.stride(), v.stride(), table.stride(), lengths.stride())
         at_q, at_k, at_v, at_table, at_lengths = [tensor.data_ptr() for tensor in (q, k, v, table, lengths)]
         # q stands for absent sinks and scales, the lengths for absent offsets.
@@ -299,8 +302,8 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         at_cu = at_lengths if cu is None else cu.data_ptr()
         at_k_scales = at_v_scales = at_q
         if k_scales is not None:
-            strides = strides, k_scales.stride(), v_scales.stride()
-            at_k_scales, at_v_scales = k_scales.data_ptr(), v_scales.data_ptr()
+            strides = strides, k_scales.stride(), v_scales.stride()  # type: ignore[union-attr]
+            at_k_scales, at_v_scales = k_scales.data_ptr(), v_scales.data_ptr()  # type: ignore[union-attr]
         launches, like_q = seen.get(strides) or (None, False)
         unaligned = (at_q | at_k | at_v | at_table | at_lengths | at_sinks | at_cu | at_k_scales | at_v_scales) & 15
         dense = (sinks is None or sinks.is_contiguous()) and (cu is None or cu.is_contiguous())

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attn_core.backends.contract import Backend, Timing
+from attn_core.backends.contract import Backend, Buffers, Timing
 from attn_core.backends.shared import kernel_limits, known_bad, rewrites
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import Build, Support
@@ -25,6 +25,9 @@ from attn_core.backends.xformers.operators import TENSOR, mask_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD = Support(
     kernel="xformers",
@@ -204,8 +207,8 @@ def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, described: 
 
 def probe() -> str:
     """Imports all operators and returns xformers' version."""
-    import triton  # type: ignore[import-not-found]  # noqa: F401
-    import xformers  # type: ignore[import-not-found]
+    import triton  # noqa: F401
+    import xformers
 
     for word in OPERATORS:
         operator = operators.load_operator(word)[1]
@@ -255,21 +258,25 @@ def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
 def _kernel(word: str) -> rewrites.Kernel:
     """Returns an operator's forward and backward."""
 
-    def forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    def forward(spec: AttentionSpec, inputs: Inputs, into: Buffers | None) -> tuple[Tensor, Tensor]:
         return operators.forward(_lower(word, spec), spec, inputs)
 
-    def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    def backward(
+        spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, into: Gradients | None
+    ) -> Gradients:
         return operators.backward(_lower(word, spec), spec, inputs, out, lse, dout)
 
     return rewrites.Kernel(forward, backward, partial(operators.width, word), same_width=word != "cutlass")
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``."""
     return rewrites.forward(_kernel(lower(spec)["operator"]), spec, inputs)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(_kernel(lower(spec)["operator"]), spec, inputs, out, lse, dout, dlse)
 

@@ -19,7 +19,8 @@ masks for that kernel have it; there all documents have one length.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.caches import cached_once
@@ -30,6 +31,12 @@ from attn_core.call.masks import Band, band
 from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from xformers.ops.fmha.attn_bias import AttentionBias
+    from xformers.ops.fmha.common import AttentionBwOpBase, AttentionFwOpBase
 
 TENSOR = "Tensor"
 """Stands for a tensor that is added to the scores, instead of a class of masks."""
@@ -82,7 +89,7 @@ def _needed(spec: AttentionSpec) -> Band:
     return Band(left, right, edge.offset)
 
 
-def documents_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, inputs: Inputs) -> Any:
+def documents_mask(attn_bias: ModuleType, mask: Mask, spec: AttentionSpec, inputs: Inputs) -> AttentionBias:
     """Returns a block-diagonal mask of the documents. attn_bias: xformers' module of that name."""
     sides = ((inputs.cu_seqlens_q, longest_query(spec)), (inputs.cu_seqlens_k, spec.max_len_k))
     queries, keys = (
@@ -92,11 +99,11 @@ def documents_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, inputs: Inpu
     return getattr(attn_bias, mask.name or "")(q_seqinfo=queries, k_seqinfo=keys, **mask.window)
 
 
-def rows_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, device: Any) -> Any:
+def rows_mask(attn_bias: ModuleType, mask: Mask, spec: AttentionSpec, device: torch.device) -> AttentionBias:
     """Returns a block-diagonal mask of batch rows laid end to end; the split-KV kernel needs causal rows so."""
     import torch
 
-    def starts(length: int) -> Any:
+    def starts(length: int) -> Tensor:
         return torch.arange(0, (spec.batch + 1) * length, length, dtype=torch.int32, device=device)
 
     def starts_on_host(length: int) -> list[int]:
@@ -118,7 +125,7 @@ def rows_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, device: Any) -> A
     return getattr(attn_bias, mask.name or "")(q_seqinfo=queries, k_seqinfo=keys, **mask.window)
 
 
-def added_tensor(spec: AttentionSpec, inputs: Inputs, dtype: Any) -> Any:
+def added_tensor(spec: AttentionSpec, inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """Returns bias, mask and band as one additive tensor ``[batch, heads, q_len, kv_len]``; -inf is hidden.
 
     Axes that none of them has are expanded. Rows start at multiples of 8 elements, which the CUTLASS kernel requires.
@@ -152,9 +159,9 @@ COMPILED = (32, 64, 96, 128, 192, 256)
 
 
 @cached_once
-def load_operator(word: str) -> tuple[Any, Any, Any]:
+def load_operator(word: str) -> tuple[ModuleType, type[AttentionFwOpBase], type[AttentionBwOpBase] | None]:
     """Imports and returns ``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
-    import xformers.ops.fmha as fmha  # type: ignore[import-not-found]
+    import xformers.ops.fmha as fmha
 
     module = getattr(fmha, MODULES[word])
     return fmha, module.FwOp, getattr(module, "BwOp", None)
@@ -208,19 +215,19 @@ def width(word: str, dim: int) -> int:
 
 
 @without_gradient
-def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call as the backend's ``lower`` describes it, at the operator's head dimensions."""
     fmha, operator, _ = load_operator(how["operator"])
     q, k, v = (_rows(spec, tensor) for tensor in inputs[:3])
     mask = _mask(fmha.attn_bias, how, spec, inputs)
-    hidden = _hidden_rows(mask) if how["attn_bias"] == TENSOR else None
+    hidden = _hidden_rows(mask) if how["attn_bias"] == TENSOR else None  # type: ignore[arg-type]
     if how["laid_end_to_end"]:  # [batch, length, heads, dim] -> [1, batch * length, heads, dim]
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     if how["groups"] == "five axes":
         groups = (spec.num_kv_heads, spec.group_size)
         q = q.unflatten(2, groups)  # [batch, q_len, kv_heads, group, dim]; k and v the same, expanded
         k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))  # stride 0: no copy
-        mask = mask if hidden is None else mask.unflatten(1, groups)
+        mask = mask if hidden is None else mask.unflatten(1, groups)  # type: ignore[union-attr]
     elif how["groups"] == "repeated":
         k, v = _repeated(spec, k), _repeated(spec, v)
     out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, 0.0, how["scale"], op=operator)
@@ -228,7 +235,9 @@ def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[A
 
 
 @without_gradient
-def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+def backward(
+    how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor
+) -> Gradients:
     """Returns the gradients of a call as the backend's ``lower`` describes it."""
     import torch
 
@@ -248,13 +257,15 @@ def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any,
     return Gradients(*((x[0] for x in (dq, dk, dv)) if spec.packed else (dq, dk, dv)))
 
 
-def _rows(spec: AttentionSpec, tensor: Any) -> Any:
+def _rows(spec: AttentionSpec, tensor: Tensor) -> Tensor:
     """Returns a tensor as ``[batch, length, heads, dim]`` (batch 1 if packed), copied if a kernel cannot read it."""
     tensor = readable(tensor)
     return tensor[None] if spec.packed else tensor
 
 
-def _mask(attn_bias: Any, how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> Any:
+def _mask(
+    attn_bias: ModuleType, how: dict[str, Any], spec: AttentionSpec, inputs: Inputs
+) -> AttentionBias | Tensor | None:
     """Returns the ``attn_bias`` for xformers."""
     name, window = how["attn_bias"], how["window"]
     if name is None:
@@ -271,7 +282,7 @@ def _mask(attn_bias: Any, how: dict[str, Any], spec: AttentionSpec, inputs: Inpu
     return getattr(attn_bias, name)(**window)
 
 
-def _hidden_rows(mask: Any) -> Any:
+def _hidden_rows(mask: Tensor) -> Tensor:
     """Returns which rows of an additive tensor are all -inf: ``[batch or 1, heads or 1, q_len or 1]``."""
     import torch
 
@@ -280,12 +291,12 @@ def _hidden_rows(mask: Any) -> Any:
     return (once == -torch.inf).all(-1)
 
 
-def _repeated(spec: AttentionSpec, tensor: Any) -> Any:
+def _repeated(spec: AttentionSpec, tensor: Tensor) -> Tensor:
     """``[batch, kv_len, kv_heads, dim]`` -> ``[batch, kv_len, heads, dim]``: head h is kv head ``h // group``."""
     return tensor.repeat_interleave(spec.group_size, dim=2)
 
 
-def _convert_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:
+def _convert_lse(how: dict[str, Any], spec: AttentionSpec, lse: Tensor, hidden: Tensor | None) -> Tensor:
     """Converts xformers' log-sum-exp to ``spec.lse_shape``: no padded rows, and -inf for rows that see no key.
 
     xformers returns ``[batch, heads, rows]`` or ``[batch, kv_heads, group, rows]``, with batch 1 for documents, and

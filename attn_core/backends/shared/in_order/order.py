@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.triton import Description, Direct, launch
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.runtime import KernelInterface
 
 
 class Tiles(NamedTuple):
@@ -125,7 +129,7 @@ def settings_of(spec: AttentionSpec) -> dict[str, int]:
 # The launch that adds the partial results of a call's shares.
 
 
-def describe_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Description:
+def describe_merge(spec: AttentionSpec, operands: tuple[Tensor, ...], shares: int) -> Description:
     """Returns the grid, the numbers and the constants of ``merge_in_order``; see ``launch_merge``."""
     parts, part_lse, _, out, lse = operands
     by_row = (0, lse.stride(0)) if spec.packed else lse.stride()[:2]
@@ -135,14 +139,14 @@ def describe_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) 
 
 
 @cache
-def merge_kernel() -> Any:
+def merge_kernel() -> KernelInterface:
     """Returns ``merge_in_order``."""
     from attn_core.backends.shared.in_order.rows import merge_in_order
 
     return merge_in_order
 
 
-def launch_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Direct | None:
+def launch_merge(spec: AttentionSpec, operands: tuple[Tensor, ...], shares: int) -> Direct | None:
     """Adds partial results into out and lse; see ``shared.triton.launch`` for the result.
 
     Args:

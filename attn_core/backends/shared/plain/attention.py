@@ -10,7 +10,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.plain.blocks import (
@@ -39,6 +39,9 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class CallChunk(NamedTuple):
     """Some batch rows, and some key/value heads with their query heads. Methods return views of the call's tensors.
@@ -56,7 +59,7 @@ class CallChunk(NamedTuple):
     def of_operands(self, operands: BlockOperands) -> BlockOperands:
         """The operands of the chunk."""
         of_kv_heads = ("k", "v", "mask", "bias", "slopes", "sinks", "key_ranges")
-        parts = {name: self._of_kv_heads(getattr(operands, name)) for name in of_kv_heads}
+        parts: dict[str, Any] = {name: self._of_kv_heads(getattr(operands, name)) for name in of_kv_heads}
         return operands._replace(q=operands.q[self.batch, :, self.heads], **parts)
 
     def of_saved(self, saved: SavedTensors) -> SavedTensors:
@@ -66,10 +69,10 @@ class CallChunk(NamedTuple):
         return SavedTensors(out, lse, dout, dlse)
 
     def of_sums(self, sums: Sums) -> Sums:
-        """Views of the sums; to add to a view changes the sum."""
-        return Sums(sums.dq[self.batch, :, self.heads], *[self._of_kv_heads(table) for table in sums[1:]])
+        """Views of the sums; to add to a view changes the sum. A call with daux has no chunks."""
+        return Sums(sums.dq[self.batch, :, self.heads], *[self._of_kv_heads(table) for table in sums[1:]])  # type: ignore[arg-type]
 
-    def _of_kv_heads(self, table: Any) -> Any:
+    def _of_kv_heads(self, table: Tensor | None) -> Tensor | None:
         """Cuts ``[batch or 1, kv_heads or 1, ...]``."""
         if table is None:
             return None
@@ -112,7 +115,7 @@ than this, 2 MiB in float32: each operation reads and writes all of them, in the
 
 def forward(
     spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs.
 
     Args:
@@ -122,16 +125,16 @@ def forward(
     return out, lse
 
 
-def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Backend.forward_with_maximum``."""
     out, lse, top = results(spec, inputs, maximum=True)
-    return out, lse, top.view(spec.lse_shape)
+    return out, lse, top.view(spec.lse_shape)  # type: ignore[union-attr]  # not None with maximum
 
 
 @without_gradient
 def results(
     spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None, maximum: bool = False
-) -> tuple[Any, Any, Any]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns out, lse, and the rows' largest logits of lse's shape, or without ``maximum`` None."""
     import torch
 
@@ -152,7 +155,7 @@ def results(
                 part, part_lse, part_top = forward_block(chunk.spec, some, block, maximum)
                 # [batch, rows, heads, dim], [batch, heads, rows]
                 part, part_lse = rows_first(part), part_lse.flatten(1, 2)
-                part_top = part_top.flatten(1, 2) if maximum else None
+                part_top = None if part_top is None else part_top.flatten(1, 2)
                 if part_lse.shape == (spec.batch, spec.num_heads, spec.q_len):  # the only block
                     out, lse, top = part.to(inputs.q.dtype).contiguous(), part_lse, part_top
                     break
@@ -170,7 +173,7 @@ def results(
 
 
 @without_gradient
-def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Tensor:
     """See ``RowMaximumPass``."""
     import torch
 
@@ -219,7 +222,7 @@ def with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
     return operands._replace(scratch=ScoreMemory(operands.k, scores)) if scores else operands
 
 
-def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
+def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Tensor, Tensor]:
     """Returns out and lse of rows in no block, which see no key: 0 and -inf. Their largest logit is -inf, too."""
     out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
     lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
@@ -230,14 +233,14 @@ def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands)
 def backward(
     spec: AttentionSpec,
     inputs: Inputs,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Any,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
 ) -> Gradients:
     """See ``Backend.backward``."""
     with without_autocast(inputs.q):
-        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
+        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))  # type: ignore[assignment]
         saved = SavedTensors(out, lse, dout, dlse)
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
         operands = with_scratch(operands_of(spec, inputs, saved), scores)
@@ -252,7 +255,7 @@ def backward(
         return gradients_of(spec, inputs, sums)
 
 
-def without_autocast(q: Any) -> AbstractContextManager[Any]:
+def without_autocast(q: Tensor) -> AbstractContextManager[object]:
     """Returns a context without autocast, which would round the float32 products."""
     import torch
 
@@ -299,7 +302,7 @@ def has_few_scores(spec: AttentionSpec) -> bool:
     return scores <= MOST_SCORES and all_seen and not edge.empties_a_row(spec.q_len, spec.kv_len)
 
 
-def results_of_few(spec: AttentionSpec, inputs: Inputs, maximum: bool) -> tuple[Any, Any, Any] | None:
+def results_of_few(spec: AttentionSpec, inputs: Inputs, maximum: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Returns out, lse and the rows' largest logits, or without ``maximum`` None, of a call that ``has_few_scores``.
 
     Returns None if a logit that is multiplied by log2(e) overflowed; a softcap excludes that.
@@ -330,7 +333,7 @@ def results_of_few(spec: AttentionSpec, inputs: Inputs, maximum: bool) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def _hidden(spec: AttentionSpec) -> Any:
+def _hidden(spec: AttentionSpec) -> Tensor | None:
     """Returns which keys the band hides, bool ``[1, 1, 1, q_len, kv_len]``; None if it hides none."""
     import torch
 

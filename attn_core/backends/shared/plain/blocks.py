@@ -8,7 +8,7 @@ from the log-sum-exp.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.arithmetic import LARGE_LSE, dropout_keeps, may_be_large
@@ -17,6 +17,12 @@ from attn_core.call.key_ranges import contains
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, part_of
 from attn_core.expressions.on_torch import add_at_lookup, evaluate_torch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Rows = TypeVar("Rows", bound=tuple["Tensor | None", ...])
 
 FEW_ROWS = 2**10
 """A call of so few query rows does not read its inputs to learn whether they are finite; see BlockOperands.bounded."""
@@ -32,11 +38,11 @@ LARGEST = 1e30
 class ScoreMemory:
     """Memory that all blocks of a call use in turn. The first write to new memory takes as long as a matrix product."""
 
-    def __init__(self, like: Any, size: int) -> None:
+    def __init__(self, like: Tensor, size: int) -> None:
         self._like, self._size = like, size
         self._tensors: dict[str, Any] = {}
 
-    def part(self, name: str, *shape: int) -> Any:
+    def part(self, name: str, *shape: int) -> Tensor:
         """Returns an uninitialised tensor, which shares its memory with earlier ones of the name."""
         wanted = math.prod(shape)
         memory = self._tensors.get(name)
@@ -106,10 +112,12 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
     grouped = (spec.num_kv_heads, spec.group_size)
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in (inputs.q, inputs.k, inputs.v))
 
-    def by_group(table: Any) -> Any:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
+    def by_group(table: Tensor | None) -> Tensor | None:
+        # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
         return None if table is None else table.unflatten(1, grouped if table.shape[1] > 1 else (1, 1))
 
-    def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
+    def per_head(values: Tensor | None) -> Tensor | None:
+        # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
         return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
 
     k, v = (tensor.transpose(1, 2).to(wide) for tensor in (k, v))
@@ -131,7 +139,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
     )
 
 
-def _keys_last(key_ranges: Any) -> Any:
+def _keys_last(key_ranges: Tensor | None) -> Tensor | None:
     """Returns key ranges with the axis of the group. In memory the keys come last, because blocks compare rows."""
     if key_ranges is None:
         return None
@@ -181,19 +189,19 @@ def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
     )
 
 
-def heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
+def heads_first(spec: AttentionSpec, tensor: Tensor, block: RowBlock, dtype: torch.dtype) -> Tensor:
     """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
     rows = tensor if block.rows == slice(0, tensor.shape[1]) else tensor[:, block.rows]
     shape = (*rows.shape[:2], spec.num_kv_heads, spec.group_size, rows.shape[3])
     return rows.reshape(shape).permute(0, 2, 3, 1, 4).to(dtype).contiguous()
 
 
-def rows_first(tensor: Any) -> Any:
+def rows_first(tensor: Tensor) -> Tensor:
     """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
     return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def products(rows: Any, matrix: Any, out: Any = None) -> Any:
+def products(rows: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``[batch, kv_heads, group, rows, a]`` times ``[batch, kv_heads, a, b]``; bmm has the least work around it.
 
     Args:
@@ -206,31 +214,31 @@ def products(rows: Any, matrix: Any, out: Any = None) -> Any:
     return product.view(batch, heads, group, height, matrix.shape[3])
 
 
-def sum_over_keys(weights: Any, values: Any, hidden: Any) -> Any:
+def sum_over_keys(weights: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
     """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
 
     A value that is not finite makes exactly the rows that see it NaN.
     """
     if _harmless(values, hidden):
         return products(weights, values)
-    seen, broken = _visibility(weights, hidden), ~values.isfinite()
+    seen, broken = _visibility(weights, hidden), ~values.isfinite()  # type: ignore[arg-type]  # None is harmless
     reached = seen @ broken[:, :, None].to(seen.dtype) > 0
     return sum_over_keys(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
 
 
-def sum_over_rows(weights: Any, values: Any, hidden: Any) -> Any:
+def sum_over_rows(weights: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
     """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``.
 
     A value that is not finite makes exactly the keys that are seen from its row NaN.
     """
     if _harmless(values, hidden):
         return weights.flatten(2, 3).mT @ values.flatten(2, 3)
-    seen, broken = _visibility(weights, hidden), ~values.isfinite()
+    seen, broken = _visibility(weights, hidden), ~values.isfinite()  # type: ignore[arg-type]  # None is harmless
     reached = (seen.mT @ broken.to(seen.dtype) > 0).any(dim=2)
     return sum_over_rows(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
 
 
-def _harmless(values: Any, hidden: Any) -> bool:
+def _harmless(values: Tensor, hidden: Tensor | None) -> bool:
     """Returns whether a plain matrix product is right. It is not if a hidden value is NaN or infinite: 0 * NaN is NaN.
 
     On CUDA, reading the values would synchronise, so the answer is False whenever something is hidden.
@@ -240,14 +248,14 @@ def _harmless(values: Any, hidden: Any) -> bool:
     return math.isfinite(values.sum()) or bool(values.isfinite().all())  # a finite sum has no NaN or Inf in it
 
 
-def _visibility(weights: Any, hidden: Any) -> Any:
+def _visibility(weights: Tensor, hidden: Tensor) -> Tensor:
     """Returns 1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
     return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
 
 
 def scores_and_top(
     spec: AttentionSpec, operands: BlockOperands, block: RowBlock, keep: bool = False
-) -> tuple[Any, list[Any], Any, Any, Any, Any]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Returns ``scores_of``, the largest score of each row, which rows see no key, and which overflowed; None for none.
 
     A row overflows if all of its scores are too large to be multiplied by the unit. The caller computes these rows
@@ -267,8 +275,8 @@ def scores_and_top(
 
 
 def scores_of(
-    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any, keep: bool = False
-) -> tuple[Any, list[Any], Any]:
+    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Tensor | None, keep: bool = False
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Returns the scores, -inf where hidden, what their gradient is multiplied by in turn, and what is hidden.
 
     The factors are the slopes of score function and softcap; without ``keep`` there are none. A score function may hide
@@ -317,14 +325,14 @@ def scores_of(
     return scores, slopes, hidden
 
 
-def capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+def capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Tensor:
     """Returns what the score function takes: scores with scale and softcap, in memory of their own."""
     rows = heads_first(spec, operands.q, block, operands.k.dtype)
     scores = products(rows * factor_of(spec, 1.0), keys_in(operands.k, block).mT)
     return scores if spec.softcap is None else scores.tanh_().mul_(spec.softcap)
 
 
-def scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any) -> Any:
+def scratch_products(operands: BlockOperands, name: str, rows: Tensor, matrix: Tensor) -> Tensor:
     """``products`` in the memory of that name."""
     if operands.scratch is None:
         return products(rows, matrix)
@@ -342,12 +350,12 @@ def factor_of(spec: AttentionSpec, unit: float) -> float:
     return spec.scale * (unit if spec.score_mod is None else 1.0)  # type: ignore[operator]
 
 
-def keys_in(table: Any, block: RowBlock) -> Any:
+def keys_in(table: Tensor, block: RowBlock) -> Tensor:
     """Returns a block's keys or values of ``[batch, kv_heads, kv_len, dim]``."""
     return table if block.keys == slice(0, table.shape[2]) else table[:, :, block.keys]
 
 
-def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Tensor | None:
     """Returns which scores anything but a score function hides: bool, 5-D, broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
@@ -367,11 +375,11 @@ def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
     return hidden
 
 
-def places_of(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, ...]:
+def places_of(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Tensor, ...]:
     """Returns b, h, q and k of the block's scores: int32, each with five axes, of which it uses its own."""
     import torch
 
-    def count(start: int, stop: int, *shape: int) -> Any:
+    def count(start: int, stop: int, *shape: int) -> Tensor:
         return torch.arange(start, stop, dtype=torch.int32, device=operands.k.device).view(shape)
 
     return (
@@ -382,7 +390,7 @@ def places_of(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
     )
 
 
-def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:
+def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Tensor:
     """Returns which scores of the block no range shows: bool ``[batch or 1, kv_heads or 1, 1, rows, keys]``."""
     import torch
 
@@ -393,7 +401,7 @@ def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:
 LN2 = math.log(2.0)
 
 
-def softmax(scores: Any, top: Any, empty: Any, unit: float) -> tuple[Any, Any, Any]:
+def softmax(scores: Tensor, top: Tensor, empty: Tensor | None, unit: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weights that are not divided by their sums, the sums, and the log-sum-exp; overwrites the scores.
 
     Args:
@@ -407,12 +415,12 @@ def softmax(scores: Any, top: Any, empty: Any, unit: float) -> tuple[Any, Any, A
     return weights, total, total.log().add_(top) if unit == 1.0 else total.log2().add_(top).mul_(LN2)
 
 
-def without_unit(scores: Any, unit: float) -> Any:
+def without_unit(scores: Tensor, unit: float) -> Tensor:
     """Returns scores that are not multiplied by the unit."""
     return scores if unit == 1.0 else scores * LN2
 
 
-def _exponentials(scores: Any, unit: float) -> Any:
+def _exponentials(scores: Tensor, unit: float) -> Tensor:
     return scores.exp_() if unit == 1.0 else scores.exp2_()
 
 
@@ -432,7 +440,7 @@ class SavedRows(NamedTuple):
     overflowed: Any
 
 
-def saved_rows(spec: AttentionSpec, lse: Any) -> SavedRows:
+def saved_rows(spec: AttentionSpec, lse: Tensor) -> SavedRows:
     """Returns what log-sum-exps say of their rows. Off the CPU, to look at the values would wait for the device."""
     import torch
 
@@ -451,7 +459,7 @@ def saved_rows(spec: AttentionSpec, lse: Any) -> SavedRows:
     return SavedRows(lse, empty, large, overflowed)
 
 
-def weights_again(operands: BlockOperands, scores: Any, rows: SavedRows) -> tuple[Any, Any]:
+def weights_again(operands: BlockOperands, scores: Tensor, rows: SavedRows) -> tuple[Tensor, Tensor | None]:
     """Returns the weights, and those of the sinks or None; overwrites the scores.
 
     They are exp(score - lse). Where the lse is so large that it has lost the logarithm of the row's sum, they are
@@ -481,7 +489,7 @@ def weights_again(operands: BlockOperands, scores: Any, rows: SavedRows) -> tupl
 
 def forward_block(
     spec: AttentionSpec, operands: BlockOperands, block: RowBlock, maximum: bool = False
-) -> tuple[Any, Any, Any]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns out ``[batch, kv_heads, group, rows, value_dim]``, lse without value_dim, and such row maxima or None."""
     import torch
 
@@ -502,13 +510,13 @@ def forward_block(
     return in_rows(overflowed, forward_block(spec, operands._replace(unit=1.0), block, maximum), results)
 
 
-def in_rows(rows: Any, ones: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+def in_rows(rows: Tensor, ones: Rows, others: Rows) -> Rows:
     """Returns ``ones`` in some rows ``[batch, kv_heads, group, rows, 1]`` and ``others`` elsewhere; None stays None."""
     import torch
 
     fitting = {rows.dim(): rows, rows.dim() - 1: rows.squeeze(-1)}
     pairs = zip(ones, others, strict=True)
-    return tuple(None if one is None else torch.where(fitting[one.dim()], one, other) for one, other in pairs)
+    return tuple(None if one is None else torch.where(fitting[one.dim()], one, other) for one, other in pairs)  # type: ignore[return-value, arg-type]
 
 
 def backward_block(
@@ -540,45 +548,50 @@ def backward_block(
         part = part_of(sums.dbias, block.rows, block.keys)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
-        sums.dsinks.add_((row_term * of_sinks).sum(dim=(0, 3), keepdim=True))
+        sums.dsinks.add_((row_term * of_sinks).sum(dim=(0, 3), keepdim=True))  # type: ignore[operator]
     if sums.daux is not None:
         _add_to_aux(spec, operands, block, dscores, hidden, sums.daux)
     for each in slopes:
         dscores = zero_hidden(dscores * each, hidden)  # a hidden score may be NaN
-    dscores = dscores * spec.scale
+    dscores = dscores * spec.scale  # type: ignore[operator]  # every spec has set its scale
     sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, keys_in(operands.k, block), hidden))
     q = heads_first(spec, operands.q, block, scores.dtype)
     sums.dk[:, :, block.keys] += sum_over_rows(dscores, q, hidden)
 
 
 def weights_of_backward(
-    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, scores: Any, rows: SavedRows
-) -> tuple[Any, Any]:
+    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, scores: Tensor, rows: SavedRows
+) -> tuple[Tensor, Tensor | None]:
     """Returns ``weights_again``, with the unit 1 in rows whose scores overflowed."""
     results = weights_again(operands, scores, rows)
     if rows.overflowed is None:
         return results
     natural = operands._replace(unit=1.0, scratch=None)
     exact, _, _ = scores_of(spec, natural, block, hidden_in(spec, operands, block))
-    return in_rows(rows.overflowed, weights_again(natural, exact, rows), results)  # type: ignore[no-any-return]
+    return in_rows(rows.overflowed, weights_again(natural, exact, rows), results)
 
 
 def _add_to_aux(
-    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, dlogits: Any, hidden: Any, sums: dict[int, Any]
+    spec: AttentionSpec,
+    operands: BlockOperands,
+    block: RowBlock,
+    dlogits: Tensor,
+    hidden: Tensor | None,
+    sums: dict[int, Tensor],
 ) -> None:
     """Adds one block's share to the gradients of the score function's arrays; hidden pairs, of any slope, add 0."""
     places, scores = places_of(spec, operands, block), capped_scores(spec, operands, block)
-    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
+    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):
         summand = zero_hidden(dlogits * evaluate_torch(tree, places, scores, operands.aux), hidden)
         add_at_lookup(sums[int(node.value or 0)], node, summand, places, scores, operands.aux)
 
 
-def zero_hidden(values: Any, hidden: Any) -> Any:
+def zero_hidden(values: Tensor, hidden: Tensor | None) -> Tensor:
     """Returns the values with 0 where they are hidden; overwrites them."""
     return values if hidden is None else values.masked_fill_(hidden, 0.0)
 
 
-def dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+def dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Tensor:
     """Returns 0 where a weight is dropped, ``1 / (1 - dropout)`` elsewhere."""
     import torch
 

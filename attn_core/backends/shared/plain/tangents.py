@@ -9,7 +9,7 @@ A sink is one more term of m. Rows that see no key have tangent 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.plain.attention import QUERY_BLOCK, without_autocast
@@ -31,7 +31,10 @@ from attn_core.backends.shared.row_blocks import RowBlock, blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents, part_of
 
-Results = tuple[Any, Any, Any, Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Results = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
 """out, lse, dout and dlse."""
 
 
@@ -71,11 +74,12 @@ def moves_of(spec: AttentionSpec, operands: BlockOperands, tangents: Tangents) -
     """Returns the tangents in the layouts that blocks read."""
     wide, grouped = operands.k.dtype, (spec.num_kv_heads, spec.group_size)
 
-    def of_rows(tangent: Any) -> Any:
+    def of_rows(tangent: Tensor | None) -> Tensor | None:
         return tangent if tangent is None or not spec.packed else tangent[None]
 
-    def of_keys(tangent: Any) -> Any:  # [batch, kv_len, kv_heads, dim] -> [batch, kv_heads, kv_len, dim]
-        return None if tangent is None else of_rows(tangent).transpose(1, 2).to(wide).contiguous()
+    def of_keys(tangent: Tensor | None) -> Tensor | None:
+        # [batch, kv_len, kv_heads, dim] -> [batch, kv_heads, kv_len, dim]
+        return None if tangent is None else of_rows(tangent).transpose(1, 2).to(wide).contiguous()  # type: ignore[union-attr]
 
     bias = tangents.dbias
     if bias is not None:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
@@ -112,23 +116,28 @@ def _block(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: Ro
     if overflowed is None:
         return results
     exact = _block(spec, operands._replace(unit=1.0), moves, block)
-    return in_rows(overflowed, exact, results)  # type: ignore[no-any-return]
+    return in_rows(overflowed, exact, results)
 
 
 def _moved_logits(
-    spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock, slopes: list[Any], hidden: Any
-) -> Any:
+    spec: AttentionSpec,
+    operands: BlockOperands,
+    moves: Moves,
+    block: RowBlock,
+    slopes: list[Tensor],
+    hidden: Tensor | None,
+) -> Tensor | None:
     """Returns the tangents of the logits, 0 where hidden; None if they do not move."""
     wide, moved = operands.k.dtype, moved_scores(spec, operands, moves, block)
     for each in slopes if moved is not None else []:
-        moved = moved.mul_(each)
+        moved = moved.mul_(each)  # type: ignore[union-attr]
     if moves.bias is not None:
         bias = part_of(moves.bias, block.rows, block.keys).to(wide)
         moved = bias.expand(*_scores_shape(spec, block)).clone() if moved is None else moved.add_(bias)
     return None if moved is None else zero_hidden(moved, hidden)
 
 
-def moved_scores(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock) -> Any:
+def moved_scores(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock) -> Tensor | None:
     """Returns the tangents of the scaled scores, before softcap; None if neither q nor k moves."""
     wide, moved = operands.k.dtype, None
     if moves.q is not None:
@@ -136,7 +145,7 @@ def moved_scores(spec: AttentionSpec, operands: BlockOperands, moves: Moves, blo
     if moves.k is not None:
         part = products(heads_first(spec, operands.q, block, wide), keys_in(moves.k, block).mT)
         moved = part if moved is None else moved.add_(part)
-    return None if moved is None else moved.mul_(spec.scale)
+    return None if moved is None else moved.mul_(spec.scale)  # type: ignore[arg-type]
 
 
 def _scores_shape(spec: AttentionSpec, block: RowBlock) -> tuple[int, ...]:
