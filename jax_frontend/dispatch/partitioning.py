@@ -108,10 +108,11 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     mapped = range(len(call.sizes)) if at is None else call.axes_in_front(at)
     own = shape[len(mapped) :]
     like = name.removeprefix("d")
+    # Packed arrays, and slopes of heads alone, lack the first axis, the batch.
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
     if call.call.spec.paged is not None:  # the rows of a paged call are documents in one row of tokens
         axes = _POOL if like in ("k", "v") else tuple("documents" if axis == "batch" else axis for axis in axes)
-    elif like in ("k", "v") and "cache_index" in call.names:
+    elif like in ("k", "v") and "cache_index" in call.names:  # any row of the batch may read any row of the cache
         axes = ("cache", *axes[1:])
     if like in AUX and AUX.index(like) in (by_row(call.call.spec) or ()):
         axes = ("batch", *axes[1:])
@@ -143,6 +144,7 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
     batch = () if by_row(spec) is None else first("batch", spec.batch)
     # If only k and v are split by heads, their mesh axes split the query heads as well.
     heads = () if reads(spec, "h") else first("heads", spec.num_heads) or first("kv_heads", spec.num_kv_heads)
+    # kv heads are split as the query heads are, or stay whole: then each device picks those that it reads.
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
 
 

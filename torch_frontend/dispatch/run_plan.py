@@ -101,7 +101,7 @@ def run_backward(
 
     ``into`` holds buffers for dq, dk and dv. A backend that cannot use a buffer returns another tensor instead.
     """
-    if dout is None:
+    if dout is None:  # only the log-sum-exp has a gradient, and kernels read a dout in any case
         dout = torch.zeros_like(out)
     if call_plan.one_row:
         out, dout = out[0], dout[0]

@@ -69,7 +69,6 @@ def limited(target: Target, switches: Switches | None) -> Target:
 
 @from_records(maxsize=64)
 def _limited(target: Target, switches: Switches) -> Target:
-    """``limited``, by the flags."""
     excluded = []
     # A flag switches one kernel off. A block ``sdpa_kernel(...)`` switches off all that it does not list, ours, too.
     for name in backends.names():

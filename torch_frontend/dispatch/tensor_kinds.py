@@ -151,6 +151,7 @@ def fits_its_storage(tensor: Tensor) -> bool:
         return True
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         return True
+    # torch has no negative strides, so the last element has the highest address.
     last = tensor.storage_offset() + sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -77,6 +77,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
     with without_memory():
         tensors = _tensors(spec, direction, with_dlse)
         arrays = dict(tensors)
+        # q, k and v in one array are views of it: three tensors of the call, and one buffer of XLA.
         for whole, parts in PARTS.items() if as_one else ():
             if parts[0] in tensors:
                 one = arrays.pop(parts[0])
@@ -132,7 +133,7 @@ def _program(call: Recording, names: list[str], arrays: Tensors, direction: str)
     for launch in call.launches:
         used = [value.place for value, _ in leaves(launch) if isinstance(value, Operand)]
         for place in used:
-            if place not in places:
+            if place not in places:  # scratch, which gets a buffer of its own
                 places[place] = Place(len(buffers))
                 buffers.append(_buffer(SCRATCH, call.tensors[place], call.scratch[place]))
         numbers = dict.fromkeys(places[place].buffer for place in used)
@@ -177,12 +178,14 @@ def _step(
         if isinstance(value, Operand):
             buffer, part = places[value.place]
             slots.append((last[buffer], part))
+            # The compiled function takes whole buffers as tensors, of which it makes parts and addresses itself.
             if part is not None:
                 about = described((arrays[buffer],), alignment=16)[0]
             elif value.is_address:
                 about = described((tensors[value.place],))[0]
             described_by.setdefault(buffer, about)
     by_slot = [described_by[buffer] for buffer in parameters]
+    # All that the code depends on, as text, because a program may be read again in another process.
     key = (launch.name, [str(one) for one in by_slot], slots, tuple(constants), launch.kernel.options)
     kind = type(launch.kernel.code)
     text = repr((_versions(), kind.__qualname__, key))

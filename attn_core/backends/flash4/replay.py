@@ -144,6 +144,7 @@ def family(spec: AttentionSpec) -> Hashable:
     if not masked.is_plain(spec) or (spec.packed and (spec.documents or 0) > FEW_DOCUMENTS):
         return spec
     rows = (spec.max_len_q or spec.q_len) * spec.group_size
+    # The tile of 64 to 256 rows that holds them as its number, 1 to 4; 5 for more rows.
     return (*_WIDTHS(spec), window(spec), min(-(-rows // 64), 5))
 
 
@@ -239,6 +240,7 @@ def backward(
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv
     others = [None if x is None else dense(x) for x in (dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
+    # In the order of ``BackwardOperands``.
     operands = (q, k, v, readable(out), readable(dout), dense(lse), dq, dk, dv, *others)
     gradients = Gradients(dq, dk, dv)
     if launches is None:
@@ -314,9 +316,9 @@ def _remember(key: Key, launches: Launches | None) -> None:
 
 
 def _launches(call: Recording, has_tables: bool) -> Launches:
-    """Returns the launches of a recorded call."""
     import torch
 
+    # Places count the values that ``Launches.run`` has: the call's tensors, its scratch among them, then constants.
     constants: list[Any] = []
     kernels, scratch = [], []
     for launch in call.launches:

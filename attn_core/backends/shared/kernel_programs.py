@@ -129,6 +129,7 @@ class Program:
         place = {name: number for number, name in enumerate(self.buffers)}
         reads = tuple(name if name in self.buffers else "q" for name in reads)
         chosen = [self.buffers[name] for name in (*reads, *writes)]
+        # XLA's buffers are contiguous, so their strides follow from the shapes.
         like = tuple(torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in chosen)
         at = tuple(place[name] for name in reads), tuple(place[name] for name in writes)
         kinds = tuple([torch.uint8 if each.dtype == torch.bool else each.dtype for each in like])  # Triton has no bits

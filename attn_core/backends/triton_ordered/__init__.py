@@ -247,7 +247,6 @@ def _forward_program(spec: AttentionSpec, way: How) -> KernelProgram:
 
 
 def _backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
-    """Returns the program of a backward."""
     buffers, kernels, tiles, settings = _input_buffers(spec), _kernels(), launches.tiles(spec), _settings(spec)
     buffers |= {"out": Buffer("out", spec.out_shape, spec.dtype), "lse": Buffer("lse", spec.lse_shape, "float32")}
     buffers["dout"] = Buffer("dout", spec.out_shape, spec.dtype)
