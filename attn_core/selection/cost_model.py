@@ -357,7 +357,7 @@ def host_multiple(factors: np.ndarray) -> np.ndarray:
     return multiple
 
 
-def microseconds(model: Model, kind: Kind, sizes: Sizes) -> float:
-    """Returns the time of a call by one model."""
+def microseconds(model: Model, kind: Kind, sizes: Sizes, host_weight: float = 1.0) -> float:
+    """Returns the time of a call by one model; the host's time counts ``host_weight`` times."""
     ((host, *rates),) = Models([model], [1.0]).of_kind(kind)
-    return max(host, sum(map(mul, rates, sizes)))
+    return max(host_weight * host, sum(map(mul, rates, sizes)))

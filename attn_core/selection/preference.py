@@ -31,6 +31,13 @@ CAUTION = 0.25
 SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
 
+HOST = 2.0
+"""On a GPU, the host's time counts this many times.
+
+The models saw hosts that ran one call after another. Other hosts of the same cards took 2.3 times as long (2026-12-01),
+and a host that trains a model runs more than attention. A kernel that needs the host less loses little where the host
+is fast: over the calls of the sweeps .3 % in training and 1 % forward."""
+
 CALLBACK_TABLE = {False: 250.0, True: 500.0}
 """Host microseconds, forward (False) and training (True), of a callback for a mask or a bias, which it prepares. Those
 of the callback itself are in each backend's ``Timing``."""
@@ -68,7 +75,7 @@ class Candidate(NamedTuple):
     name: str
     backend: backends.Backend
     caution: float  # how many times as long its predicted times count
-    host: float  # the host's time, with caution
+    host: float  # the host's time, with caution and ``weight_of_host``
     rates: tuple[float, ...]  # for each size, with caution
 
 
@@ -124,7 +131,10 @@ def _round_up(length: int) -> int:
 
 
 def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, float]:
-    """Returns the predicted microseconds of each backend that has a model, whether or not it can run the call."""
+    """Returns the predicted microseconds of each backend that has a model, whether or not it can run the call.
+
+    They are what ``order`` compares, but for its cautions: with ``weight_of_host``.
+    """
     if spec.symbolic or spec.paged is not None:
         return {}
     rounded = _of_round_lengths(spec)  # so that explain shows the times that ``order`` compares
@@ -174,9 +184,20 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     found: list[Candidate] = []
     for (name, caution), (host, *rates) in zip(cautions.items(), models.of_kind(kind) if cautions else ()):
         backend = backends.load(name, where)
-        host += grows * backend.timing.new_length
+        host = host * weight_of_host(framework, where) + grows * backend.timing.new_length
         found.append(Candidate(len(found), name, backend, caution, host, tuple(rates)))
     return tuple(found)
+
+
+def weight_of_host(framework: str, kind: str) -> float:
+    """Returns how many times the host's time counts.
+
+    In JAX, XLA or a callback launches the kernels, and these have times of their own.
+
+    Args:
+        kind: of the device: "cpu" has no host beside it.
+    """
+    return HOST if framework == "torch" and kind != "cpu" else 1.0
 
 
 @from_records(maxsize=64)

@@ -26,7 +26,7 @@ from attn_core.call.arithmetic import pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.cost_model import Model, kind_of_call, sizes_of_call
-from attn_core.selection.preference import order, predicted, ranking
+from attn_core.selection.preference import HOST, order, predicted, ranking
 from attn_core.selection.tables import shipped_table
 from benchmarks.fit.calls import LIMITS, flops, random_call, random_calls
 from benchmarks.fit.plain import plain_fields, spec_of
@@ -82,7 +82,7 @@ def test_the_fastest_by_prediction_comes_first() -> None:
         assert order(short, "torch", "sm90")[:3] == ("sdpa_cudnn", "flash2", "flash3")
         assert order(replace(SPEC, needs_backward=True), "torch", "sm90")[:2] == ("sdpa_cudnn", "flash4")
         times = predicted(short, "torch", "sm90")
-        assert times["sdpa_cudnn"] == pytest.approx(20.0) and "flash4" not in times
+        assert times["sdpa_cudnn"] == pytest.approx(20.0 * HOST) and "flash4" not in times
 
 
 def test_an_effect_changes_the_order_of_calls_with_the_property() -> None:
@@ -119,10 +119,22 @@ def test_equal_predictions_keep_the_usual_order() -> None:
         assert order(SPEC, "torch", "sm90") == USUAL
 
 
+def test_the_host_counts_more_than_once_in_torch_on_a_gpu() -> None:
+    # flash2's device takes longer than either host, and less than flash3's host on a slower machine.
+    models: dict[str, float | Model] = {"flash3": 20.0, "flash2": made_up_model(10.0, constant=25.0)}
+    with measured(models):
+        assert predicted(SPEC, "torch", "sm90") == pytest.approx({"flash3": 20.0 * HOST, "flash2": 25.0})
+        assert order(SPEC, "torch", "sm90")[0] == "flash2"
+        assert order(replace(SPEC, needs_backward=True), "torch", "sm90")[0] == "flash2"
+    with tables_in_force({("torch", "cpu"): made_up_table({"math": 20.0})}), pytest.MonkeyPatch.context() as patch:
+        made_up_order(patch, {("torch", "cpu"): ("math",)})
+        assert predicted(SPEC, "torch", "cpu") == pytest.approx({"math": 20.0})
+
+
 def test_a_doubtful_model_loses_a_near_tie() -> None:
     with measured({"flash3": made_up_model(10.0, error=0.4), "flash2": made_up_model(10.5)}):
         assert order(SPEC, "torch", "sm90")[0] == "flash2"
-        assert predicted(SPEC, "torch", "sm90")["flash3"] == pytest.approx(10.0)
+        assert predicted(SPEC, "torch", "sm90")["flash3"] == pytest.approx(10.0 * HOST)
 
 
 def test_backends_without_a_model_come_between_fast_and_slow() -> None:
