@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from attn_core.backends.contract import Backend, Buffers, KeptPlans, Timing
@@ -138,17 +138,26 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor | None]]
     prepared = None if how["band_in_bias"] else additive_of(spec, spec.dtype, aligned=False)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        heads_first: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         added = None
         if has_bias:
             added = prepared(mask, bias) if prepared else additive(spec, how, q, mask, bias)
         q, k, v = readable_rows(q, k, v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if not heads_first:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse, *_ = kernel(q, k, v, added, with_lse, 0.0, is_causal, False, scale=scale)
         copy_other_layouts(out)
-        return out.transpose(1, 2), lse.reshape(lse_shape) if spec.return_lse else lse
+        out = out if heads_first else out.transpose(1, 2)
+        return out, lse.reshape(lse_shape) if spec.return_lse else lse
 
+    run.heads_first = partial(run, heads_first=True)  # type: ignore[attr-defined]
     return run
 
 

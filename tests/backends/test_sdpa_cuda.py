@@ -497,6 +497,15 @@ def native_flash(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
     return with_derivative(flash_forward, flash_backward, formula).apply(named, q, k, v, ..., *given)
 
 
+def native_flash_of_heads(q: Any, k: Any, v: Any, dropout: float, causal: bool, debug: bool, scale: Any) -> Any:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    window = {"window_size_left": None, "window_size_right": None}
+    out, *others = native_flash(
+        q, k, v, None, None, q.shape[1], k.shape[1], dropout, causal, debug, scale=scale, **window
+    )
+    return out.transpose(1, 2), *others
+
+
 def native_cudnn(*given: Any, **named: Any) -> Any:
     def formula(backward: Any, dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *rest: Any) -> Any:
         (_, dropout, causal, _), _, named = rest
@@ -534,7 +543,20 @@ def judge_shortcut(run: Any, spec: AttentionSpec, device: str) -> None:
     explicit = [inputs.mask, inputs.bias] if spec.mask_shape or spec.bias_shape else []
     for tensor in (*inputs[:3], *([inputs.bias] if spec.bias_gradient else [])) if spec.needs_backward else ():
         tensor.requires_grad_()
-    out, _ = run(*inputs[:3], *explicit)
+    _judge_layout(run, made, inputs, explicit, lambda tensor: tensor)
+    if hasattr(run, "heads_first"):
+        _judge_layout(run.heads_first, made, inputs, explicit, lambda tensor: tensor.transpose(1, 2))
+        _judge_layout(run.heads_first, made, inputs, explicit, lambda tensor: tensor.transpose(1, 2).contiguous())
+
+
+def _judge_layout(run: Any, made: Any, inputs: Inputs, explicit: list[Any], exchange: Any) -> None:
+    """Judges a shortcut whose tensors ``exchange`` makes; its output has the axes that ``exchange`` gives."""
+    spec = made.spec
+    for tensor in (*inputs[:3], inputs.bias):
+        if tensor is not None:
+            tensor.grad = None
+    out, _ = run(*map(exchange, inputs[:3]), *explicit)
+    out = out if exchange(inputs.q).shape == inputs.q.shape else out.transpose(1, 2)
     gradients = None
     if spec.needs_backward:
         out.backward(torch.from_numpy(made.dout).to(out))
@@ -553,6 +575,7 @@ def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, mon
     """torch's own derivative of the forward op gives the gradients of the call."""
     module, _, _ = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: (NATIVE[kernel], None))
+    monkeypatch.setattr(flash, "_heads_first_binding", lambda: native_flash_of_heads)
     monkeypatch.setattr(cudnn, "forward_binding", lambda: native_cudnn)
     monkeypatch.setattr(cudnn, "_trials", lambda: True)
     spec = shortcut_spec(kernel, case, learns)

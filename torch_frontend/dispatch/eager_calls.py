@@ -17,7 +17,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError, Target, choose, new_plans
 from torch_frontend.dispatch import autograd, in_parts, offsets, plan, run_plan
-from torch_frontend.dispatch.layouts import all_exchanged, exchanged
+from torch_frontend.dispatch.layouts import exchanged
 from torch_frontend.dispatch.plan import Metadata, Plan
 from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
 from torch_frontend.dispatch.run_plan import check_offsets, in_ranges, note_failure, run_forward
@@ -153,8 +153,13 @@ def _in_heads_first(call_plan: Plan, run: Run) -> Run:
     torch's CPU kernel has it. Then a call needs none of seven views, for which autograd would record a node each.
     """
 
-    def exchange(*tensors: Any) -> Any:
-        results = run(*all_exchanged(tensors[:3]), *tensors[3:])
+    def exchange(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+        try:
+            q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+        except RuntimeError as error:  # a tensor without its memory has no views
+            note_failure(error, call_plan, q, k, v)
+            raise
+        results = run(q, k, v, *others)
         return (exchanged(results[0]), *results[1:]) if call_plan.spec.return_lse else exchanged(results)
 
     direct = getattr(call_plan.shortcut, "heads_first", None)

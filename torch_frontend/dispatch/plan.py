@@ -201,6 +201,9 @@ def on_device(function: Any, device: torch.device) -> Any:
         with torch.cuda.device(device):
             return function(*arguments, **keywords)
 
+    heads_first = getattr(function, "heads_first", None)  # of a backend's shortcut
+    if heads_first is not None:
+        run.heads_first = on_device(heads_first, device)  # type: ignore[attr-defined]
     return run
 
 

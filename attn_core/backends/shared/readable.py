@@ -24,6 +24,9 @@ def whole_vectors(tensor: Tensor) -> bool:
     The last axis must be dense, and every other stride and the address a multiple of 16 bytes. A tensor with an
     expanded axis (stride 0) does not fit either. The stride of an axis of length 1 may be any.
     """
+    # The usual tensor first, because a call asks for up to eight: rows without gaps, of whole vectors in every dtype.
+    if tensor.is_contiguous() and not (tensor.data_ptr() | tensor.shape[-1]) % 16:
+        return True
     strides = tensor.stride()
     return _in_whole_vectors(tensor.shape, strides, tensor.element_size()) and not tensor.data_ptr() % 16
 
