@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from operator import mul
 
 import pytest
 
+from attn_core.call.spec import AttentionSpec
 from attn_core.selection import choice, preference
-from attn_core.selection.cost_model import FACTORS, RATES, Model
+from attn_core.selection.cost_model import FACTORS, RATES, Model, Models, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table
 
 
@@ -18,6 +21,18 @@ def made_up_model(host: float, error: float = 0.0, effects: Mapping[str, float] 
     logs = tuple(math.log(({"host": host} | rates).get(name, 1e-9)) for name in RATES)
     factors = tuple(math.log(effects.get(name, 1.0)) if group == "compute" else 0.0 for group, name, _ in FACTORS)
     return Model(logs, factors, error)
+
+
+def modelled_times(models: Mapping[str, Model], spec: AttentionSpec) -> dict[str, float]:
+    """The microseconds of a call by each model, on a device with tiles of 128 rows and 132 processors."""
+    sizes = sizes_of_call(spec, 128, 132)
+    rates = _stacked(tuple(models.values())).of_kind(kind_of_call(spec))
+    return {name: max(host, sum(map(mul, others, sizes))) for name, (host, *others) in zip(models, rates, strict=True)}
+
+
+@cache
+def _stacked(models: tuple[Model, ...]) -> Models:
+    return Models(models, [1.0] * len(models))
 
 
 def made_up_table(forward: Mapping[str, float | Model], training: Mapping[str, float | Model] | None = None) -> Table:

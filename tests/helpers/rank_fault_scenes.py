@@ -21,7 +21,7 @@ from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
 
 TIMEOUT, GRACE = 10.0, 20.0
-"""Seconds until a process group gives up, and how much longer a faulty rank keeps its peers waiting."""
+"""Seconds until a process group gives up, and how much longer a faulty rank keeps its peers waiting at most."""
 PATIENT = 60.0
 """The same limit where no rank is lost: a busy machine must not end the group."""
 LATE = 2.0
@@ -29,8 +29,10 @@ LATE = 2.0
 
 
 def fault(how: str) -> tuple[Any, float]:
-    """Makes a right call, then one in which rank 1 has the fault."""
+    """Makes a right call, then one in which rank 1 has the fault. Rank 0 ends a lost rank once it has noticed."""
     mesh, faulty = mesh_of((2,)), dist.get_rank() == 1
+    processes = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
     whole = row()[:3]
     learned = [shard_sequence(each, mesh).requires_grad_() for each in whole]
 
@@ -51,18 +53,22 @@ def fault(how: str) -> tuple[Any, float]:
     if faulty:
         start(how)
         if how == "refuses alone":  # this call has other options than the one before, so the other rank compares it
-            said = error_of(lambda: call(window=3, softcap=-1.0))
+            assert error_of(lambda: call(window=3, softcap=-1.0))
             time.sleep(TIMEOUT + GRACE)
-            return said, 0.0
+            return "the other rank has not noticed", TIMEOUT + GRACE
     if how in ("dies in forward", "stops in forward", "is late", "refuses alone"):
         result: dict[str, torch.Tensor] = {}
         more = {"window": 3} if how == "refuses alone" else {}
         text = error_of(lambda: result.update(out=call(**more)))
-        if "out" not in result:
-            return text, time.monotonic() - started
-        right = shard_sequence(attention(*whole, causal=True), mesh)
-        return float((result["out"] - right).abs().max().detach()), time.monotonic() - started
-    return error_of(lambda: out.sum().backward()), time.monotonic() - started
+        if "out" in result:
+            right = shard_sequence(attention(*whole, causal=True), mesh)
+            return float((result["out"] - right).abs().max().detach()), time.monotonic() - started
+    else:
+        text = error_of(lambda: out.sum().backward())
+    seconds = time.monotonic() - started
+    if text and not faulty:
+        os.kill(processes[1], signal.SIGKILL)  # one that died is a zombie until its world ends
+    return text, seconds
 
 
 MESSAGES = ("all_to_all_single", "all_gather_into_tensor_coalesced")
@@ -90,8 +96,11 @@ def start(how: str) -> None:
 
 
 def _end_later(rank: int) -> None:
-    """Ends a stopped rank when the others must have noticed."""
+    """Ends a stopped rank that the other has not ended, when it must have noticed."""
     if os.fork() == 0:
-        time.sleep(TIMEOUT + GRACE)
-        os.kill(rank, signal.SIGKILL)
+        until = time.monotonic() + TIMEOUT + GRACE
+        while os.getppid() == rank and time.monotonic() < until:
+            time.sleep(0.1)
+        if os.getppid() == rank:
+            os.kill(rank, signal.SIGKILL)
         os._exit(0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_tables import made_up_model
+from cost_tables import made_up_model, modelled_times
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.cost_model import (
@@ -78,21 +78,20 @@ def made_up_raw(calls: int, noise: float = 0.01) -> dict[str, Any]:
     for case in islice(random_calls(0, "cuda"), calls):
         for direction in ("forward", "training") if case.training else ("forward",):
             spec = replace(case.spec, needs_backward=direction == "training")
-            kind, sizes = kind_of_call(spec), sizes_of_call(spec, 128, 132)
-            times = {
-                name: microseconds(model, kind, sizes) * random.lognormvariate(0, noise)
-                for name, model in TRUTH.items()
-            }
+            right = modelled_times(TRUTH, spec)
+            times = {name: time * random.lognormvariate(0, noise) for name, time in right.items()}
             records.append(record(case.name, case.spec, times, direction))
     return raw_of(*records)
 
 
-RAW = made_up_raw(200)
+@pytest.fixture(scope="module")
+def raw() -> dict[str, Any]:
+    return made_up_raw(200)
 
 
 @pytest.fixture(scope="module")
-def fitting() -> Fitting:
-    return Fitting(RAW)
+def fitting(raw: dict[str, Any]) -> Fitting:
+    return Fitting(raw)
 
 
 @pytest.fixture
@@ -182,11 +181,11 @@ def test_a_fit_predicts_calls_that_it_did_not_see(fitting: Fitting) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> None:
+def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting, raw: dict[str, Any]) -> None:
     for facts in summary(fitting.regrets()).values():
         assert facts["geometric mean"] < 1.01 and facts["99th percentile"] < 1.1
         assert facts["worst"] >= facts["99th percentile"]
-    static = summary(regrets(fitting.records, static_order(RAW)))
+    static = summary(regrets(fitting.records, static_order(raw)))
     assert static["forward"]["geometric mean"] > 1.1
     alone = fitting.regrets(("math", "flex"))
     assert {regret.chosen for regret in alone} == {"math"} and {regret.ratio for regret in alone} == {1.0}
@@ -194,9 +193,9 @@ def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_folds")
-def test_no_call_is_chosen_by_a_model_that_saw_it() -> None:
+def test_no_call_is_chosen_by_a_model_that_saw_it(raw: dict[str, Any]) -> None:
     odd = record("#0 odd", SPEC, {name: {"median": 1e9, "difference": 0.0} for name in TRUTH})
-    with_odd = Fitting(raw_of(odd, *RAW["cases"][40:]))
+    with_odd = Fitting(raw_of(odd, *raw["cases"][40:]))
     assert all(time < 1e6 for time in with_odd.unseen[0].values())  # nothing else takes as long
 
 
@@ -279,9 +278,9 @@ def test_the_stored_sweep_has_calls_for_every_model_that_ships() -> None:
 
 
 @pytest.mark.usefixtures("two_folds")
-def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
+def test_a_backend_that_launches_the_kernels_of_others_has_no_model(raw: dict[str, Any]) -> None:
     cases = []
-    for one in RAW["cases"][:60]:
+    for one in raw["cases"][:60]:
         other = one["backends"]["flash2"] | {"modelled": False}
         cases.append(one | {"backends": one["backends"] | {"xformers": other}})
     fitted = Fitting(raw_of(*cases))
@@ -298,8 +297,8 @@ def test_a_time_counts_little_where_its_backend_is_never_chosen() -> None:
 
 
 @pytest.mark.usefixtures("two_folds")
-def test_a_backend_with_few_measurements_has_no_model() -> None:
-    cases = [json.loads(json.dumps(one)) for one in RAW["cases"][:60]]
+def test_a_backend_with_few_measurements_has_no_model(raw: dict[str, Any]) -> None:
+    cases = [json.loads(json.dumps(one)) for one in raw["cases"][:60]]
     for one in cases[5:]:
         one["backends"].pop("math")
     fitted = Fitting(raw_of(*cases))

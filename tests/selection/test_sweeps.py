@@ -10,12 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from cost_tables import made_up_model
+from cost_tables import made_up_model, modelled_times
 
 import benchmarks.fit.__main__ as script
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.cost_model import kind_of_call, microseconds, sizes_of_call
 from attn_core.selection.tables import table_of
 from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls
@@ -41,10 +40,9 @@ def sweep(seed: int, hosts: dict[str, float], calls: int = 60) -> dict[str, Any]
     for case in islice(random_calls(seed, "cuda"), calls):
         for direction in ("forward", "training"):
             spec = replace(case.spec, needs_backward=direction == "training")
-            kind, sizes = kind_of_call(spec), sizes_of_call(spec, 128, 132)
             entries = {}
-            for name, model in models.items():
-                time = microseconds(model, kind, sizes) * random.lognormvariate(0, 0.01)
+            for name, right in modelled_times(models, spec).items():
+                time = right * random.lognormvariate(0, 0.01)
                 entries[name] = {"median": time, "microseconds": [time], "host": hosts[name], "difference": 0.0}
             facts = {
                 "name": case.name,
@@ -63,36 +61,41 @@ def two_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "FOLDS", 2)
 
 
-OLD, NEW = sweep(0, {name: 3 * host for name, host in HOSTS.items()}), sweep(1, HOSTS)
+@pytest.fixture(scope="module")
+def old() -> dict[str, Any]:
+    return sweep(0, {name: 3 * host for name, host in HOSTS.items()})
 
 
-def test_sweeps_are_merged_by_date() -> None:
-    merged = together([NEW, OLD])
-    assert merged == together([OLD, NEW]) and together([OLD]) is OLD
+@pytest.fixture(scope="module")
+def new() -> dict[str, Any]:
+    return sweep(1, HOSTS)
+
+
+def test_sweeps_are_merged_by_date(old: dict[str, Any], new: dict[str, Any]) -> None:
+    merged = together([new, old])
+    assert merged == together([old, new]) and together([old]) is old
     assert [facts["date"] for facts in merged["sweeps"]] == list(DATES) and merged["date"] == DATES[1]
     assert merged["seconds"] == 20.0
     assert {(case["sweep"], case["older"]) for case in merged["cases"]} == {(0, True), (1, False)}
-    again = together([OLD, OLD | {"date": "2020-01-03"}])["cases"]
+    again = together([old, old | {"date": "2020-01-03"}])["cases"]
     assert len({case["name"] for case in again}) == len(again) / 2  # each in both directions
 
 
-def test_sweeps_of_different_devices_are_not_merged() -> None:
+def test_sweeps_of_different_devices_are_not_merged(old: dict[str, Any], new: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="different devices cannot be fitted together: sm90, sm80"):
-        together([OLD, NEW | {"device": "sm80"}])
+        together([old, new | {"device": "sm80"}])
     with pytest.raises(SpecError, match="cannot be merged again"):
-        together([NEW, together([NEW, OLD])])
+        together([new, together([new, old])])
 
 
 @pytest.mark.slow
-def test_the_newest_sweep_decides_how_long_the_host_takes() -> None:
-    tiny = kind_of_call(SPEC), sizes_of_call(SPEC, 128, 132)
-    for models in Fitting(together([OLD, NEW])).models.values():
-        for name, host in HOSTS.items():
-            assert microseconds(models[name], *tiny) == pytest.approx(host, rel=0.1)
+def test_the_newest_sweep_decides_how_long_the_host_takes(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for models in Fitting(together([old, new])).models.values():
+        assert modelled_times(models, SPEC) == pytest.approx(HOSTS, rel=0.1)
 
 
-def test_an_older_sweep_counts_where_the_device_decided() -> None:
-    merged = together([OLD, NEW])
+def test_an_older_sweep_counts_where_the_device_decided(old: dict[str, Any], new: dict[str, Any]) -> None:
+    merged = together([old, new])
     fitting = Fitting(merged)
     kept = {(record["name"], record["direction"]) for record in fitting.counted}
     for record in merged["cases"]:
@@ -104,9 +107,11 @@ def test_an_older_sweep_counts_where_the_device_decided() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_takes_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_takes_several_files(
+    old: dict[str, Any], new: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
-    for raw, path in zip((OLD, NEW), paths, strict=True):
+    for raw, path in zip((old, new), paths, strict=True):
         write(raw, path)
     files = [str(path) for path in paths]
     merged = tmp_path / "merged.json"
@@ -115,7 +120,7 @@ def test_the_script_takes_several_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert "| predicted, unseen calls | training |" in said and f"written to {tmp_path / 'torch-sm90.json'}" in said
     table = json.loads((tmp_path / "torch-sm90.json").read_text())
     assert table["date"] == DATES[1]
-    assert read(merged) == json.loads(json.dumps(together([OLD, NEW])))
+    assert read(merged) == json.loads(json.dumps(together([old, new])))
     script.main([str(merged), "--write", str(tmp_path)])
     assert json.loads((tmp_path / "torch-sm90.json").read_text()) == table
     with pytest.raises(SystemExit, match="2"):
@@ -130,10 +135,12 @@ def test_unreadable_measurements_exit_with_2(path: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = table_of(Fitting(OLD).table())
+def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(
+    old: dict[str, Any], new: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = table_of(Fitting(old).table())
     monkeypatch.setattr(choice, "shipped_table", lambda framework, device: table)
-    fitting = Fitting(NEW | {"device_name": "NVIDIA H1234 80GB"})
+    fitting = Fitting(new | {"device_name": "NVIDIA H1234 80GB"})
     source, ranked = choice.package_order(fitting.raw)
     assert source == f"fitted to {table.source}"
     chosen = regrets(fitting.counted, ranked)
@@ -147,20 +154,20 @@ def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_sweep_of_a_cpu_is_judged_by_the_order_without_a_table() -> None:
+def test_a_sweep_of_a_cpu_is_judged_by_the_order_without_a_table(new: dict[str, Any]) -> None:
     names = {"flash3": "sdpa_flash", "flash2": "math"}
     cases = [
         record | {"backends": {names[name]: entry for name, entry in record["backends"].items()}}
-        for record in NEW["cases"]
+        for record in new["cases"]
     ]
-    judged = Fitting(NEW | {"device": "cpu", "device_name": "A CPU", "cases": cases})
+    judged = Fitting(new | {"device": "cpu", "device_name": "A CPU", "cases": cases})
     source, ranked = choice.package_order(judged.raw)
     assert source == "without a table"
     assert all(tuple(ranked(record)) == ("sdpa_flash", "math", "flex") for record in judged.records)
     assert "| without a table | forward |" in report(judged, judge=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("stem", ["sweep-sm90-h100", "sweep-cpu", "sweep-jax-cpu"])
 def test_the_package_chooses_well_in_stored_sweeps_that_its_tables_did_not_see(stem: str) -> None:
     fitting = Fitting(read(ROOT / f"benchmarks/results/{stem}.json"))
