@@ -1,8 +1,9 @@
 """Configures the tests: hypothesis profiles, devices, compiled programs, and skips GPU tests on machines without a GPU.
 
-``ci`` (the default profile) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many
-more, different ones each time. Neither has a deadline, because a first call may compile. ``--random-order`` shuffles
-the tests. A run fails if it leaves a process behind (``left_behind``).
+``ci`` (the profile of ``--all`` and of a file that is named) is bounded and always draws the same examples; ``sample``
+draws the first of them, for ``make test``; ``--hypothesis-profile=thorough`` draws many more, different ones each time.
+None has a deadline, because a first call may compile. ``--random-order`` shuffles the tests. A run fails if it leaves a
+process behind (``left_behind``).
 
 JAX has four CPU devices, for the tests that need several. On a machine without a GPU JAX also compiles the quick way
 (``xla_compiler``), except for the programs by which claims are judged (``both_frontends``, ``paged_cases``).
@@ -43,6 +44,7 @@ settings.register_profile(
 settings.register_profile(
     "thorough", max_examples=1500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("sample", settings.get_profile("ci"), max_examples=10)
 settings.register_profile("gpu", settings.get_profile("ci"), max_examples=10)  # kernels compile for seconds
 settings.load_profile("ci")
 
@@ -103,8 +105,8 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="all tests that are sampled or slow, not every seventh of them")
-    parser.addoption("--sample", action="store_true", help="every seventh of them also in files that are named")
+    parser.addoption("--all", action="store_true", help="all tests, not a sample of them")
+    parser.addoption("--sample", action="store_true", help="a sample also of files that are named")
     parser.addoption(
         "--outcome", metavar="FILE", type=Path, help="write what the run found; the longest tests go first"
     )
@@ -113,6 +115,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(left_behind)
     config.pluginmanager.register(triton_interpreter)
+    if is_sample(config) and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("sample")
     if "cuda" in config.getoption("markexpr") and Path("/dev/nvidiactl").exists():
         os.environ |= jax_cache()
     path = config.getoption("--outcome")
@@ -155,32 +159,50 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.config.stash.setdefault(GPU_FILES, set()).add(item.path)
 
 
-EVERY = 7
-"""One of so many cases of a family runs in ``make test``."""
+EVERY = 15
+"""One of so many cases of a test is in the sample, which ``make test`` runs."""
+EVERY_TEST = 7
+"""One of so many tests of a file is in the sample, if each has one or two cases and the file is marked as a whole."""
 EVERY_ON_GPUS = 5
 """One of so many cases that differ in words runs in a GPU's suite; not a number of values that a parameter has."""
 
 
-def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases that are not in the sample: all but every seventh of a family, in the order of names.
+def names_a_file(config: pytest.Config) -> bool:
+    return any(".py" in argument for argument in config.args)
 
-    A family is one test function marked ``sampled``, with all its parameters; and all tests marked ``slow`` are one.
-    Tests of one or two cases in a file that is marked as a whole are one family, too. A commit always has the same
-    sample.
+
+def is_sample(config: pytest.Config) -> bool:
+    """Whether a run is the sample: neither ``--all``, nor of files that somebody names, nor a GPU's suite."""
+    whole = config.getoption("--all") or names_a_file(config) or "cuda" in config.getoption("markexpr")
+    return bool(config.getoption("--sample") or not whole)
+
+
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that are not in the sample: those marked ``slow``, and all but some of each family, by their names.
+
+    A family is one test function marked ``sampled``, with all its parameters. Tests of one or two cases in a file that
+    is marked as a whole are one family, too. A commit always has the same sample.
     """
     families: dict[str, list[pytest.Item]] = {}
     files: dict[str, list[pytest.Item]] = {}
+    left = []
     for item in items:
         if item.get_closest_marker("slow"):
-            families.setdefault("slow", []).append(item)
+            left.append(item)
         elif item.get_closest_marker("sampled"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, family in families.items():
-        if len(family) < 3 and name != "slow" and next(family[0].iter_markers_with_node("sampled"))[0] is not family[0]:
+        if len(family) > 2:
+            left += all_but_one_of(EVERY, family, cpu_first=True)
+        elif next(family[0].iter_markers_with_node("sampled"))[0] is not family[0]:
             files.setdefault(name.partition("::")[0], []).extend(family)
-    large = [sorted(family, key=lambda item: item.nodeid) for family in families.values() if len(family) > 2]
-    large += [sorted(family, key=lambda item: item.nodeid) for family in files.values() if len(family) > 2]
-    return [item for family in large for at, item in enumerate(family) if at % EVERY]
+    return left + [item for tests in files.values() if len(tests) > 2 for item in all_but_one_of(EVERY_TEST, tests)]
+
+
+def all_but_one_of(number: int, items: list[pytest.Item], cpu_first: bool = False) -> list[pytest.Item]:
+    """All items but one of each ``number`` of them, in the order of names, or those for GPUs behind all others."""
+    ordered = sorted(items, key=lambda item: (cpu_first and item.get_closest_marker("cuda") is not None, item.nodeid))
+    return [item for at, item in enumerate(ordered) if at % number]
 
 
 def left_out_on_gpus(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -198,17 +220,14 @@ def left_out_on_gpus(items: list[pytest.Item]) -> list[pytest.Item]:
             others += [] if marker.kwargs["only"](**item.callspec.params) else [item]  # type: ignore[attr-defined]
         elif item.get_closest_marker("words"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    ordered = (sorted(family, key=lambda item: item.nodeid) for family in families.values())
-    return others + [item for family in ordered for at, item in enumerate(family) if at % EVERY_ON_GPUS]
+    return others + [item for family in families.values() for item in all_but_one_of(EVERY_ON_GPUS, family)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file that somebody names runs whole, and so does a GPU's suite but for ``left_out_on_gpus``.
-    named, on_gpus = any(".py" in argument for argument in config.args), "cuda" in config.getoption("markexpr")
     deselected: set[pytest.Item] = set()
-    if config.getoption("--sample") or not (config.getoption("--all") or named or on_gpus):
+    if is_sample(config):
         deselected = set(left_out(items))
-    elif on_gpus and not named:
+    elif "cuda" in config.getoption("markexpr") and not names_a_file(config):  # a file that somebody names runs whole
         deselected = set(left_out_on_gpus(items))
     if deselected:
         config.hook.pytest_deselected(items=[item for item in items if item in deselected])

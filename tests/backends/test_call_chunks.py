@@ -63,6 +63,7 @@ def results(options: dict[str, Any]) -> list[torch.Tensor]:
     return [out, lse, *torch.autograd.grad([out, lse], leaves, upstream)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scores", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize(
     "name",

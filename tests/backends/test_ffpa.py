@@ -207,6 +207,7 @@ def case(name: str, **more: Any) -> Call:
     return make_call(3, **{"dtype": "bfloat16", **sizes, **described, **more})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("name", [*CASES, *WINDOWS])
 def test_the_results_match_the_reference(name: str, framework: str, stand_in: StandIn) -> None:

@@ -391,6 +391,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("extra", ["", "sinks", "gradient of lse", "sinks, gradient of lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -> None:

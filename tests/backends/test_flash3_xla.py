@@ -391,6 +391,7 @@ def case(name: str, **more: Any) -> Call:
     return make_call(3, **{"dtype": "bfloat16", **sizes, **CASES[name], **more})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_the_results_match_the_reference(name: str, stand_in: None) -> None:
     for call in (case(name, return_lse=True), case(name, needs_backward=True)):

@@ -156,6 +156,7 @@ def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_cudnn, "attention_of_jax", lambda: run)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

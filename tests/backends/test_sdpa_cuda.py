@@ -427,6 +427,7 @@ STANDINS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("extra", ["", "sinks", "return_lse"])
 @pytest.mark.parametrize(
     ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
@@ -570,6 +571,7 @@ def _judge_layout(run: Any, made: Any, inputs: Inputs, explicit: list[Any], exch
 FIELDS = tuple(name for name in AttentionSpec.__dataclass_fields__ if name != "dtype")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kernel", "case", "learns"), WITH_SHORTCUTS)
 def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own derivative of the forward op gives the gradients of the call."""

@@ -57,6 +57,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     cpu_kernel.forward_op.cache_clear()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("name", NAMES)

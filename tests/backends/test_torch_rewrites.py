@@ -49,6 +49,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [SAME, APART], ids=["one width", "widths apart"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["no gradient of lse", "gradient of lse"])

@@ -35,6 +35,7 @@ def called(framework: Framework, function: str, **keywords: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled
 @everywhere
 @every_function
 @pytest.mark.parametrize("word", KEYWORDS)

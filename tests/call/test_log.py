@@ -134,7 +134,7 @@ def test_levels_of_the_logger_apply(caplog: pytest.LogCaptureFixture) -> None:
 CALL = "import torch; from torch_frontend import attention; q = torch.ones(1, 4, 2, 8); attention(q, q, q); "
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "value", "lines"),
     [

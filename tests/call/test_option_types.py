@@ -169,6 +169,7 @@ def _cases() -> list[Any]:
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("entry", "name", "wrong", "legal", "beside"), _cases())
 def test_a_wrong_type_is_refused_before_and_after_an_equal_legal_value(
     entry: str, name: str, wrong: Any, legal: Any, beside: dict[str, Any]

@@ -70,6 +70,7 @@ def gradients_of(f: Framework, call: Any, info: Any, between: Callable[[], None]
     return f.gradients(partial(call, f, info), dict(zip("qkv", qkv, strict=True)), dout, between=between)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["both", "keys", "triple", "shared tensor"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("framework", BOTH, ids=str)

@@ -112,6 +112,7 @@ def on_sm90() -> list[str]:
     return [name for name in backends.names() if backends.load(name, "cuda").forward_claims.runs_on("sm90")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", on_sm90())
 def test_every_backend_gets_calls_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those with few claims: planned for a GPU, which this test does not need."""
@@ -392,7 +393,7 @@ def test_a_whole_run_is_kept_in_the_users_folder_and_doctor_shows_it(
     assert damaged is not None and damaged.startswith("cannot be read: ")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_math_of_torch_passes_all_calls(check: str) -> None:
     subject = JAX if check == "frameworks" else TORCH

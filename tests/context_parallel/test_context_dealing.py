@@ -94,6 +94,7 @@ def test_any_row_is_dealt_evenly(lengths: list[int], ranks: int) -> None:
     assert_even(offsets, ranks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("length", range(1, 10))
 def test_every_short_row_is_dealt_as_evenly_as_whole_tokens_allow(length: int) -> None:
     """No rank is empty, and no two ranks differ by more than a token, in every row and on every number of ranks."""
@@ -102,6 +103,7 @@ def test_every_short_row_is_dealt_as_evenly_as_whole_tokens_allow(length: int) -
             assert set(dealt(offsets, ranks)[0]) == {floor(length / ranks), ceil(length / ranks)}, (offsets, ranks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize(
     ("tokens", "count"), [((1, 4), 60), ((4, 16), 60), ((16, 64), 60), ((64, 256), 60), ((2000, 4000), 20)]

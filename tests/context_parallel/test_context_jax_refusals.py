@@ -119,6 +119,7 @@ def test_a_choice_says_why():
     assert all(name in said for name in ("all_gather", "ulysses", "ring", "selected", "zigzag", "backends: ")), said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_rows_below_the_number_of_devices_and_windows_above_the_row_are_valid(layout):
     options = {"causal": True, "window": (500, 0)}

@@ -52,6 +52,7 @@ def test_lengths_of_other_rows_are_refused():
         shard_lengths(mesh, length=23, axis_name="rows")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
 @pytest.mark.parametrize("layout", (*LAYOUTS, "window:9"))
 def test_shards_hold_what_the_layout_says_and_go_back(layout, sizes):

@@ -127,6 +127,7 @@ def of_three_seeds(plan: RankPlan, device: str) -> list[list[Any]]:
     return [results_of(plan, inputs_of(plan, device, seed)) for seed in range(3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CASES)

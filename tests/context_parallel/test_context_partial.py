@@ -245,6 +245,7 @@ def has_backward(name: str, where: Target) -> bool:
     return not lacking
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("framework", "name", "device"), CASES)
 def test_merged_parts_equal_the_whole_row(framework: str, name: str, device: str) -> None:
     where = target(framework, device)

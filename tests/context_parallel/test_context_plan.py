@@ -112,6 +112,7 @@ def tile_faults(tile: Tile, queries: int, keys: int) -> list[str]:
 # Every visible pair once
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str) -> None:

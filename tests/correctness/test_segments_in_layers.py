@@ -100,6 +100,7 @@ def equinox_layer(causal: bool, **call: Any) -> np.ndarray:
 LAYERS = {"torch": torch_layer, "linen": linen_layer, "nnx": nnx_layer, "equinox": equinox_layer}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_has_the_numbers_of_the_mask(layer: str, case: str) -> None:

@@ -406,6 +406,7 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("torch_first")  # a callback shows every run, a compiled program only its trace
 @pytest.mark.parametrize("name", [*OF_TORCH, *OF_JAX])
 def test_swapping_in_and_out_of_a_model(name: str, device: str, on_the_cpu: None, ran: set[tuple[int, str]]) -> None:

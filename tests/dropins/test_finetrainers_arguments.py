@@ -185,6 +185,7 @@ def is_honoured(word: str, qkv: Any, arguments: dict[str, Any], fields: dict[str
     return True
 
 
+@pytest.mark.sampled
 @pytest.mark.on_gpus(only=lambda way, name: way.word != "flex" or name not in LEARNED)  # test_gradients compiles both
 @pytest.mark.parametrize("name", ARGUMENTS)
 @over(HERE + FEWER)
@@ -237,6 +238,7 @@ def test_gradients(way: Way, name: str) -> None:
     assert verdict.ok, verdict
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (5, 7), (7, 5), (1, 7)])
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "nothing", "one row nothing", "all", "one for all rows"])

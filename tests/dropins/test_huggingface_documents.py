@@ -40,6 +40,7 @@ OFFSETS = torch.tensor([0, 6, 7, 17], dtype=torch.int32)
 CASES = [(family, told) for family in FAMILIES for told in ROWS if family in DECODERS or told != "offsets"]
 
 
+@pytest.mark.sampled
 @pytest.mark.on_gpus(only=lambda family, **_: family not in ("gemma2", "qwen3"))  # in bfloat16 in test_huggingface
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize(("family", "told"), CASES)

@@ -107,6 +107,7 @@ def rows(padding: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * keep, "attention_mask": keep}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", [False, True], ids=["whole rows", "left padding"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_selected_keys_give_what_eager_gives(family: str, padding: bool) -> None:
@@ -123,6 +124,7 @@ def test_selected_keys_give_what_eager_gives(family: str, padding: bool) -> None
     check_slopes(mine, slopes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generated_tokens_are_those_of_eager(family: str, cache: str) -> None:

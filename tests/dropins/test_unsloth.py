@@ -447,6 +447,7 @@ BLOCKS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.on_gpus(
     only=lambda framework, word, name, bsz, on_device: (
         (bsz, on_device) == (2, True)

@@ -110,6 +110,7 @@ BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.on_gpus(
     only=lambda framework, word, layout, options: (
         (framework.name == "torch") == (word == arguments.SDPA) and (options == "softcap") == (layout == "groups")

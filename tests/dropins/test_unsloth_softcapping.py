@@ -94,6 +94,7 @@ def test_values_and_gradients_match_the_formula(
     assert torch.equal(slow_inference_attention_softcapping(*given, made, LAYER, BSZ, q_len=q_len), inference)
 
 
+@pytest.mark.sampled
 @pytest.mark.on_gpus(only=lambda form, q_len, window, dtype, **_: ON_GPUS[form] == (q_len, window, dtype))
 @shapes
 @windows

@@ -157,6 +157,7 @@ def error_bound(tree: Expression, indices: Any, score: Any, aux: Any, roundoff: 
     return np.broadcast_to(result.error, score.shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "roundoff"), [("float64", 2.0**-53), ("float32", 2.0**-24)])
 @pytest.mark.parametrize("other", FRAMEWORKS)
 @settings(max_examples=30)

@@ -26,6 +26,7 @@ def output(backend: str, compiled: bool = False) -> tuple[list[torch.Tensor], to
     return qkv, attend(*qkv)
 
 
+@pytest.mark.sampled
 @everywhere
 @both_graphs
 @pytest.mark.parametrize("changed", ["q", "k", "v"])

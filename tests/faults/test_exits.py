@@ -72,6 +72,7 @@ for _ in range(20):
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_process_with_work_in_flight_exits(scene: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}

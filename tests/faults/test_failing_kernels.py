@@ -26,6 +26,7 @@ def assert_names_the_call(error: BaseException, backend: str, direction: str) ->
     assert text.count(f"in the call attn.{backend} {direction} b2 q5 kv5 h3:3 d8 f32 causal") == 1
 
 
+@pytest.mark.sampled
 @everywhere
 @both_directions
 @pytest.mark.parametrize("backend", ["math", "sdpa_flash"])

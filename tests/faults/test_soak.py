@@ -178,7 +178,7 @@ def afterwards() -> Iterator[None]:
     logging.getLogger("attn_core").handlers.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_planted_leak_is_found(leak: str, afterwards: None) -> None:
     function, sentence = LEAKS[leak]

@@ -53,6 +53,7 @@ EAGER = [("torch eager", "math"), ("torch eager", "sdpa_flash")]
 EAGER += [(way, name) for way in ("jax eager", "jax jit") for name in ("math", "sdpa_flash", "jax_xla")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("way", "backend"), EAGER)
 @pytest.mark.parametrize(("direction", "result"), [("forward", "out"), ("backward", "dq")])
 def test_checks_name_the_backend_that_makes_nan(way: str, backend: str, direction: str, result: str) -> None:

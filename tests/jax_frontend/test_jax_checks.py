@@ -48,6 +48,7 @@ def nan_of(function, *arrays):
     return checkify.checkify(function, errors=checkify.nan_checks)(*arrays)[0].get()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", forms("math"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checkify_sees_nan_that_attention_creates(backend, form):

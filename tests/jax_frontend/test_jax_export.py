@@ -56,6 +56,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("platform", ("tpu", "cuda", "rocm"))
 @pytest.mark.parametrize("name", CALLS)

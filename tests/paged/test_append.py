@@ -88,8 +88,8 @@ def test_any_append(f: Framework) -> None:
     check_any(f, [None])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("f", BOTH, ids=str)
+@pytest.mark.sampled
+@pytest.mark.parametrize("f", [TORCH, pytest.param(JAX, marks=pytest.mark.slow)], ids=str)
 def test_any_append_to_quantised_pages(f: Framework) -> None:
     check_any(f, KINDS)
 

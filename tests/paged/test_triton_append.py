@@ -91,7 +91,7 @@ def test_a_seen_rotation_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(direct) - before == (at in (1, 2, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_rotation_of_batches() -> None:
     """Rows of a batch, heads outside of them, and positions that are no position: they are clamped."""
     call = make_append([20, 20], [20, 20], dtype="float16")

@@ -1,10 +1,11 @@
-"""Tests which of the tests marked ``sampled`` or ``slow`` are in the sample that ``make test`` runs."""
+"""Tests which of the tests marked ``sampled`` or ``slow`` are in the sample that ``make test`` runs, and its draws."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import conftest
 
@@ -71,7 +72,7 @@ def ran(pytester: pytest.Pytester, *options: str) -> set[str]:
 
 def test_the_sample_has_a_case_of_each_family(pytester: pytest.Pytester) -> None:
     sample = ran(pytester)
-    assert sample & MANY == {"test_many[0]"} and sample & SLOW == {"test_slow"} and sample >= OTHERS
+    assert sample & MANY == {"test_many[0]"} and not sample & SLOW and sample >= OTHERS
     assert len([name for name in sample if "other" in name]) == 5
 
 
@@ -89,6 +90,15 @@ def test_all_and_a_file_by_name_run_everything(pytester: pytest.Pytester, option
 
 def test_files_by_name_are_sampled_if_told_so(pytester: pytest.Pytester) -> None:
     assert ran(pytester, "--sample", "test_families.py") == ran(pytester)
+
+
+def test_the_sample_draws_the_first_of_all_examples(pytestconfig: pytest.Config) -> None:
+    """The profile of this run, unless somebody chose it."""
+    sample, every = settings.get_profile("sample"), settings.get_profile("ci")
+    assert sample.derandomize and sample.max_examples < every.max_examples
+    chosen = pytestconfig.getoption("--hypothesis-profile")
+    expected = chosen or ("sample" if conftest.is_sample(pytestconfig) else "ci")
+    assert settings.get_current_profile_name() == expected
 
 
 def test_a_gpu_runs_every_fifth_case_that_differs_in_words_and_those_that_are_chosen(pytester: pytest.Pytester) -> None:

@@ -107,7 +107,6 @@ def test_approximate_backends_are_not_measured() -> None:
         assert not name.startswith(("sage", "jax_", "flash3_fp8"))
 
 
-@pytest.mark.slow
 def test_the_data_names_skipped_cases_and_the_backend_that_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "MOST_SCORES", 1)
     monkeypatch.setattr(sweep, "INSTEAD_OF_FLEX", ("sdpa_flash",))

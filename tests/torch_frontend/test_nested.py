@@ -98,6 +98,7 @@ def test_compiled_calls_take_other_rows_without_recompilation() -> None:
             torch.testing.assert_close(run(q).values(), attention(q, q, q, causal=True).values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_compiled_call_need_not_know_the_longest_row(fullgraph: bool, backend: str) -> None:

@@ -50,6 +50,7 @@ def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[st
     return framework.gradients(attend, {"qkv": qkv})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)

@@ -156,9 +156,9 @@ def test_dropout_of_a_budget_of_memory_drops_the_same_weights_in_the_backward(na
         assert error_of_dropped_weights(compiled) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("scalar_inductor")
-@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("budget", [pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 def test_the_default_compiler_drops_the_same_weights_in_the_backward(budget):
     with config.patch(activation_memory_budget=budget):
         compiled = torch.compile(lambda q, k, v: attention(torch.sin(q), k, v, dropout=0.5), fullgraph=True)
