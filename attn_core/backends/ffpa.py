@@ -66,8 +66,8 @@ WIDTHS = (320, 384, 448, 512)
 class EntryPoints(NamedTuple):
     """The functions of ``ffpa_attn.cute`` for one architecture, which choose, compile and launch the kernels."""
 
-    forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., tuple[Any, Any, Any]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @cached_once

@@ -113,8 +113,8 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 class Operators(NamedTuple):
     """The operators of the installed build. build: its distribution and version, e.g. ``"tokenspeed-fa3 3.0.0"``."""
 
-    forward: Any
-    backward: Any
+    forward: OpOverload
+    backward: OpOverload
     build: str
 
 

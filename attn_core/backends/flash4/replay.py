@@ -58,9 +58,9 @@ class Launches(NamedTuple):
         has_tables: whether the call has the tensors of ``masked.operands``.
     """
 
-    scratch: tuple[Callable[[], Any], ...]
-    constants: tuple[Any, ...]
-    kernels: tuple[tuple[Callable[..., Any], Callable[[Tensors], Tensors]], ...]
+    scratch: tuple[Callable[[], Tensor], ...]
+    constants: tuple[object, ...]
+    kernels: tuple[tuple[Callable[..., object], Callable[[Tensors], Tensors]], ...]
     has_tables: bool = False
 
     def run(self, operands: Tensors, tables: Tensors) -> None:

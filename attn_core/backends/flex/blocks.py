@@ -31,17 +31,17 @@ class Table(NamedTuple):
     ``[..., width]``, of which the first ``count`` entries are valid. In full blocks nothing is hidden.
     """
 
-    partial_count: Any
-    partial: Any
-    full_count: Any
-    full: Any
+    partial_count: Tensor
+    partial: Tensor
+    full_count: Tensor
+    full: Tensor
 
 
 class Intervals(NamedTuple):
     """The keys that each row sees, or the rows that see each key: ``[start, stop)``, int32 ``[tokens]``."""
 
-    start: Any
-    stop: Any
+    start: Tensor
+    stop: Tensor
 
 
 def blocks(tokens: int) -> int:

@@ -201,9 +201,9 @@ def warm_up(spec: AttentionSpec) -> None:
 class _Contained(NamedTuple):
     """Packed tensors without NaN and Inf, and which rows and keys must become NaN, bool ``[tokens]`` each."""
 
-    tensors: tuple[Any, ...]
-    rows: Any
-    keys: Any
+    tensors: tuple[Tensor, ...]
+    rows: Tensor
+    keys: Tensor
 
 
 def _contain(

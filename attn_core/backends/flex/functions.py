@@ -41,8 +41,8 @@ class Softcap(NamedTuple):
     share: the scale over the cap; limit: the cap. As tensors they are no part of a compiled program.
     """
 
-    share: Any
-    limit: Any
+    share: Tensor
+    limit: Tensor
 
 
 class PackedTokens(NamedTuple):
@@ -52,10 +52,10 @@ class PackedTokens(NamedTuple):
     position counts along the keys' diagonal.
     """
 
-    of_query: Any
-    at_query: Any
-    of_key: Any
-    at_key: Any
+    of_query: Tensor
+    at_query: Tensor
+    of_key: Tensor
+    at_key: Tensor
 
 
 def edges(spec: AttentionSpec) -> Edges:

@@ -52,13 +52,13 @@ class FlexOperands(NamedTuple):
     edges: Edges | None
     places: PackedTokens | None
     tables: tuple[Table, Table] | None
-    mask: Any
-    bias: Any
-    slopes: Any
+    mask: Tensor | None
+    bias: Tensor | None
+    slopes: Tensor | None
     softcap: Softcap | None
-    ranges: tuple[Any, ...] | None
-    aux: tuple[Any, ...] = ()
-    learned: tuple[Any, ...] = ()
+    ranges: tuple[Tensor, ...] | None
+    aux: tuple[Tensor, ...] = ()
+    learned: tuple[Tensor, ...] = ()
 
 
 def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
@@ -111,7 +111,7 @@ def _constants(spec: AttentionSpec, device: torch.device) -> tuple[Edges, tuple[
     rows = () if spec.mask_mod is None else (spec.batch, spec.num_heads, spec.mask_mod)
     sizes = (spec.q_len, spec.kv_len, *widths(spec), *rows) if with_tables else None
     by_stream = _by_stream(edges(spec), sizes, device)
-    return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]
+    return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))
 
 
 def _softcap(spec: AttentionSpec, device: torch.device) -> Softcap | None:
@@ -121,7 +121,7 @@ def _softcap(spec: AttentionSpec, device: torch.device) -> Softcap | None:
     most = 3.4028234663852886e38  # of float32: inf * 0 would be NaN
     numbers = min((spec.scale or 1.0) / spec.softcap, most), min(spec.softcap, most)  # the scale is never None
     by_stream = _by_stream(numbers, None, device)
-    return _on_stream(by_stream, device, lambda: _new_softcap(numbers, device))  # type: ignore[no-any-return]
+    return _on_stream(by_stream, device, lambda: _new_softcap(numbers, device))
 
 
 def _on_stream(by_stream: dict[int, Result], device: torch.device, make: Callable[[], Result]) -> Result:
@@ -253,7 +253,7 @@ def _run_function(spec: AttentionSpec, edge: Edges, aux: tuple[Tensor, ...]) -> 
     by_batch, by_head = reads(spec, "b"), reads(spec, "h")
     how = (torch_function(spec.mask_mod), by_batch, by_head, _broadcast(aux))
     run = program(_function_blocks, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
-    return run(edge, aux, spec.batch, spec.num_heads, spec.q_len, spec.kv_len)  # type: ignore[no-any-return]
+    return run(edge, aux, spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
 
 
 def _function_blocks(

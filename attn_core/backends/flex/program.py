@@ -74,7 +74,7 @@ class Signature(NamedTuple):
     group: str
     score: tuple[str, ...]
     mask: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, int | str], ...]
     mask_mod: TorchFunction | None
     score_mod: TorchFunction | None
     length_classes: tuple[bool, ...]

@@ -37,13 +37,13 @@ class Document(NamedTuple):
     first query, counted from k_start.
     """
 
-    q_row: Any
-    q_start: Any
-    q_count: Any
-    k_row: Any
-    k_start: Any
-    k_count: Any
-    offset: Any
+    q_row: jax.Array
+    q_start: jax.Array
+    q_count: jax.Array
+    k_row: jax.Array
+    k_start: jax.Array
+    k_count: jax.Array
+    offset: jax.Array
 
     def at(self, index: jax.Array) -> Document:
         """Returns one of them."""
@@ -165,14 +165,14 @@ class Tiled(NamedTuple):
 
     spec: AttentionSpec
     q: Any
-    k: Any
-    v: Any
+    k: jax.Array
+    v: jax.Array
     slopes: Any
-    sinks: Any
-    mask: Any
-    bias: Any
-    zero: Any
-    hidden_zero: Any
+    sinks: jax.Array | None
+    mask: jax.Array | None
+    bias: jax.Array | None
+    zero: jax.Array
+    hidden_zero: jax.Array
 
     def padded_rows(self, spec: AttentionSpec, array: jax.Array) -> jax.Array:
         """Returns ``[b, i, heads, channels]`` or without channels, or packed without b, as ``q`` is."""

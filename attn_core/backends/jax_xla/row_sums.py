@@ -48,11 +48,11 @@ def exact_lse(
         return lse + zeros, zeros
 
     def usual() -> tuple[jax.Array, jax.Array]:
-        return lax.cond(all_finite(jnp.where(large, jnp.inf, 0)), rounded, exact)  # type: ignore[no-any-return]
+        return lax.cond(all_finite(jnp.where(large, jnp.inf, 0)), rounded, exact)
 
     if in_loop:
         return usual()
-    return lax.platform_dependent(cpu=usual, default=exact)  # type: ignore[no-any-return]
+    return lax.platform_dependent(cpu=usual, default=exact)
 
 
 def log_weights(logits: jax.Array, lse: jax.Array, rest: jax.Array | None) -> jax.Array:

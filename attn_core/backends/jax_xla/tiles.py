@@ -32,9 +32,9 @@ class BlockSizes(NamedTuple):
 class RowKeys(NamedTuple):
     """For each query, int32 ``[q_len]``: the keys ``first <= j < stop`` it may see, and the key on its diagonal."""
 
-    first: Any
-    stop: Any
-    diagonal: Any
+    first: jax.Array
+    stop: jax.Array
+    diagonal: jax.Array
 
 
 class XlaOperands(NamedTuple):
@@ -45,18 +45,18 @@ class XlaOperands(NamedTuple):
     key_ranges int32 ``[b or 1, h or 1, 1, j, ranges, 2]``; aux the arrays of the call's functions.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array | None
     bias: Any
-    slopes: Any
+    slopes: jax.Array | None
     sinks: Any
-    rng: Any
+    rng: jax.Array | None
     zero: Any
     blocks: BlockSizes
     key_ranges: Any = None
-    aux: tuple[Any, ...] = ()
+    aux: tuple[jax.Array, ...] = ()
 
 
 class ScoreTile(NamedTuple):
@@ -65,19 +65,19 @@ class ScoreTile(NamedTuple):
     The last block of an axis is moved back to end with it; only keys from ``fresh_key`` on are new to this tile.
     """
 
-    query: Any
+    query: int | jax.Array
     queries: int
-    key: Any
+    key: int | jax.Array
     keys: int
-    fresh_key: Any
+    fresh_key: int | jax.Array
 
 
 class Summand(NamedTuple):
     """Values for a weighted sum: ``clean`` has 0 for NaN and Inf; ``finite``: whether there were none."""
 
-    values: Any
-    clean: Any
-    finite: Any
+    values: jax.Array
+    clean: jax.Array
+    finite: jax.Array
 
 
 def block_sizes(spec: AttentionSpec, largest: BlockSizes) -> BlockSizes:

@@ -298,7 +298,7 @@ def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Arr
     # head. With bfloat16 it copies them in any case, to float32.
     if spec.dtype == "bfloat16" or spec.q_len * spec.num_kv_heads > MOST_PRODUCTS:
         return _few_queries(spec, inputs, joint=False)
-    return platform_dependent(  # type: ignore[no-any-return]
+    return platform_dependent(
         cpu=lambda: _few_queries(spec, inputs, joint=True), default=lambda: _few_queries(spec, inputs, joint=False)
     )
 

@@ -103,13 +103,13 @@ class Tiles(NamedTuple):
 
     spec: AttentionSpec
     part: Part
-    q: Any
-    k: Any
-    v: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
     slopes: Any
-    sinks: Any
-    mask: Any
-    bias: Any
+    sinks: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
     finite: bool
     shift: int
     tables: dict[Any, Any]
@@ -130,7 +130,7 @@ class Tiles(NamedTuple):
         # [batch, queries, kv_heads, group, head_dim] -> [batch, kv_heads, group, queries, head_dim]
         split = rows[:, first:last].unflatten(2, (spec.num_kv_heads, spec.group_size))
         tile[:, :, :, place] = split.permute(0, 2, 3, 1, 4)
-        tile.mul_(spec.scale if spec.softcap is None else spec.scale / spec.softcap)  # type: ignore[operator]
+        tile.mul_(spec.scale if spec.softcap is None else spec.scale / spec.softcap)  # type: ignore[operator, arg-type]
         return tile.flatten(0, 1)
 
     def queries_of(self, number: int) -> tuple[int, int, int]:
@@ -194,7 +194,7 @@ class Tiles(NamedTuple):
                 self.tables[place] = distance, hidden, torch.where(hidden, -math.inf, math.inf).to(self.k.dtype)
             else:
                 self.tables[place] = distance, None, None
-        return self.tables[place]  # type: ignore[no-any-return]
+        return self.tables[place]
 
     def table(self, table: Tensor, number: int, block: int) -> Tensor:
         """Returns a tile of a mask or bias, which broadcasts to the scores; what lies outside of the part is 0."""
@@ -397,9 +397,9 @@ class Saved(NamedTuple):
     The term is dlse - sum(dout * out), the same for all keys.
     """
 
-    dout: Any
-    lse: Any
-    term: Any
+    dout: Tensor
+    lse: Tensor
+    term: Tensor
 
 
 @without_gradient

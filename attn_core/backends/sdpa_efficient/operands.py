@@ -31,22 +31,22 @@ class KernelOperands(NamedTuple):
     ``places``: of packed tokens.
     """
 
-    q: Any
-    k: Any
-    v: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
     bias: Any = None
-    empty: Any = None
+    empty: Tensor | None = None
     cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
+    cu_seqlens_k: Tensor | None = None
     places: QueryTokens | None = None
 
 
 class BackwardOperands(NamedTuple):
     """The forward's results and dout in the layouts of the kernel's backward."""
 
-    out: Any
-    lse: Any
-    dout: Any
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
 
 
 def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> KernelOperands:
@@ -190,9 +190,9 @@ def is_addressable(tensor: Tensor) -> bool:
 class QueryTokens(NamedTuple):
     """Each token's document and position in it (int64 ``[tokens]``), and whether the document has no key."""
 
-    document: Any
-    position: Any
-    empty: Any
+    document: Tensor
+    position: Tensor
+    empty: Tensor
 
 
 def split_at_first_key(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:

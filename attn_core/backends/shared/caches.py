@@ -61,7 +61,7 @@ def from_records(
 
     def cached(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
         _caches.append(lru_cache(maxsize, typed)(function))
-        return _caches[-1]  # type: ignore[no-any-return]
+        return _caches[-1]
 
     return cached
 

@@ -100,7 +100,7 @@ def current_precision() -> str | None:
     import jax
 
     config: Any = jax.config
-    return config.jax_default_matmul_precision  # type: ignore[no-any-return]
+    return config.jax_default_matmul_precision
 
 
 def current_precision_level() -> int:

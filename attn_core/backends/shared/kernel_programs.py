@@ -182,7 +182,7 @@ def _call(compiled: CompiledKernel, grid: tuple[int, int, int], numbers: tuple[o
     parameters.append(library.create_scalar_parameter(0, "i64"))
     capability = int(compiled.metadata.target.arch)
     kernel = library.TritonKernel(about.name, about.num_warps, 1, about.shared, compiled.asm["ptx"], "", capability)
-    return library.TritonKernelCall(kernel, *grid, parameters).to_proto(about.name, b"")  # type: ignore[no-any-return]
+    return library.TritonKernelCall(kernel, *grid, parameters).to_proto(about.name, b"")
 
 
 @lru_cache(maxsize=1)

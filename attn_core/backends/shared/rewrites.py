@@ -41,13 +41,13 @@ class Kernel(NamedTuple):
         sink_gradient: its own ``sink_gradient``. Kernels without these two use the operations below.
     """
 
-    forward: Callable[[AttentionSpec, Inputs, Any], tuple[Any, Any]]
+    forward: Callable[[AttentionSpec, Inputs, Buffers | None], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     width: Callable[[int], int]
     same_width: bool = True
     lse_gradient: bool = False
-    add_sinks: Callable[..., tuple[Any, Any]] | None = None
-    sink_gradient: Callable[..., Any] | None = None
+    add_sinks: Callable[..., tuple[Tensor, Tensor]] | None = None
+    sink_gradient: Callable[..., Tensor] | None = None
 
     def runs(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the call that the kernel runs for a call: at its own widths, without sinks."""

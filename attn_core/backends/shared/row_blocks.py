@@ -128,8 +128,8 @@ class RowBlock(NamedTuple):
     rows: slice
     keys: slice
     distance: Any
-    hidden: Any
-    shades: tuple[tuple[slice, Any], ...] | None = None
+    hidden: Tensor | None
+    shades: tuple[tuple[slice, Tensor], ...] | None = None
 
 
 def blocks(

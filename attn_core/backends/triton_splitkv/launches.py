@@ -150,16 +150,16 @@ class Operands(NamedTuple):
     Absent tensors are replaced by another one; ONE_QUERY, SINKS and the like keep the kernels from reading it.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    lengths: Any
-    offsets: Any
-    sinks: Any
-    key_ranges: Any
-    slopes: Any
-    starts: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    offsets: Tensor
+    sinks: Tensor
+    key_ranges: Tensor
+    slopes: Tensor
+    starts: Tensor
 
 
 def operands_of(inputs: PagedInputs) -> tuple[Operands, bool]:

@@ -65,17 +65,17 @@ class BlockOperands(NamedTuple):
         may be so large that its multiple overflows.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
     bias: Any
-    slopes: Any
+    slopes: Tensor | None
     sinks: Any
-    rng: Any
+    rng: Tensor | None
     bounded: bool
     key_ranges: Any = None
-    aux: tuple[Any, ...] = ()
+    aux: tuple[Tensor, ...] = ()
     scratch: ScoreMemory | None = None
     unit: float = LOG2E
 
@@ -83,9 +83,9 @@ class BlockOperands(NamedTuple):
 class SavedTensors(NamedTuple):
     """The forward's results and the incoming gradients, with a batch axis."""
 
-    out: Any
+    out: Tensor
     lse: Any
-    dout: Any
+    dout: Tensor
     dlse: Any
 
 
@@ -95,12 +95,12 @@ class Sums(NamedTuple):
     dq has q's dtype: each of its rows belongs to one block and is written once.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
-    daux: dict[int, Any] | None = None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsinks: Tensor | None
+    daux: dict[int, Tensor] | None = None
     """By the numbers of the aux arrays whose gradient is needed."""
 
 
@@ -434,10 +434,10 @@ class SavedRows(NamedTuple):
         overflowed: the rows whose scores are too large to be multiplied by log2(e); None if there are none.
     """
 
-    lse: Any
-    empty: Any
-    large: Any
-    overflowed: Any
+    lse: Tensor
+    empty: Tensor | None
+    large: Tensor | None
+    overflowed: Tensor | None
 
 
 def saved_rows(spec: AttentionSpec, lse: Tensor) -> SavedRows:

@@ -9,7 +9,7 @@ A sink is one more term of m. Rows that see no key have tangent 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.plain.attention import QUERY_BLOCK, without_autocast
@@ -41,11 +41,11 @@ Results = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
 class Moves(NamedTuple):
     """The tangents in the layouts of ``BlockOperands``; None for a zero."""
 
-    q: Any
-    k: Any
-    v: Any
-    bias: Any
-    sinks: Any
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
 
 
 @without_gradient
