@@ -49,7 +49,7 @@ class _Text(reprlib.Repr):
         self.maxstring = self.maxother = 200
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
 
-    def repr1(self, value: Any, level: int) -> str:
+    def repr1(self, value: object, level: int) -> str:
         # Not the values of an array: they may be many, on a device, or in memory that is freed.
         kind = type(value)
         is_array = any(hasattr(kind, name) for name in ("__array__", "__dlpack__", "__jax_array__"))
@@ -63,7 +63,7 @@ class _Text(reprlib.Repr):
             return f"<{kind.__qualname__}>"
 
 
-def _shape(array: Any) -> Any:
+def _shape(array: Any) -> list[int] | str:
     try:
         return list(array.shape)
     except Exception:  # a nested tensor has none

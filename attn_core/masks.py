@@ -7,13 +7,17 @@ defines them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attn_core.call.kinds import MOST, check_size, is_host_int
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import ShapeError, SpecError, shown
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 
 __all__ = [
     "block_diffusion",
@@ -27,13 +31,13 @@ __all__ = [
 ]
 
 
-def _check_length(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
+def _check_length(name: str, value: int, least: int = 0, most: int = MOST) -> int:
     """Returns a number of tokens as an int, if it is from ``least`` to ``most``."""
     check_size(name, value, least, most)
     return int(value)
 
 
-def _check_lengths(name: str, values: Any) -> np.ndarray:
+def _check_lengths(name: str, values: ArrayLike) -> np.ndarray:
     """Returns numbers of tokens as int64 ``[n]``."""
     array = _whole_numbers(name, values, (1,))
     if (array < 0).any():
@@ -42,7 +46,7 @@ def _check_lengths(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def _whole_numbers(name: str, values: Any, axes: tuple[int, ...]) -> np.ndarray:
+def _whole_numbers(name: str, values: ArrayLike | None, axes: tuple[int, ...]) -> np.ndarray:
     """Returns whole numbers as int64; ``axes`` are the numbers of axes that the array may have."""
     try:
         array = np.asarray(values)
@@ -60,7 +64,7 @@ def _starts_of(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
-def _ranges_of(*pairs: tuple[Any, Any]) -> np.ndarray:
+def _ranges_of(*pairs: tuple[ArrayLike, ArrayLike]) -> np.ndarray:
     """Returns key ranges int32 ``[batch or 1, 1, keys, len(pairs), 2]`` from starts and stops ``[batch, keys]`` each.
 
     They broadcast. A range whose stop is not behind its start becomes ``(0, 0)``, the empty range.
@@ -73,7 +77,7 @@ def _ranges_of(*pairs: tuple[Any, Any]) -> np.ndarray:
     return np.ascontiguousarray(whole[:, None], np.int32)
 
 
-def from_flashmask(indices: Any, causal: bool) -> np.ndarray:
+def from_flashmask(indices: ArrayLike, causal: bool) -> np.ndarray:
     """Returns FlashMask's ``startend_row_indices`` as key ranges; theirs say which queries do not see a key.
 
     With r the last axis: causal, 1: ``q sees k iff k <= q < r0``; causal, 2: ``k <= q, and not r0 <= q < r1``; not
@@ -145,7 +149,7 @@ def _two_of_three(ends: np.ndarray, end: np.ndarray) -> list[tuple[np.ndarray, n
     return [(starts[..., at], stops[..., at]) for at in (0, 1)]
 
 
-def prefix_lm(lengths: Any, tokens: int) -> np.ndarray:
+def prefix_lm(lengths: ArrayLike, tokens: int) -> np.ndarray:
     """Returns the mask of a prefix-LM: the prefix sees itself in both directions, the rest is causal.
 
     ``q sees k iff k < length or k <= q``. Call attention without ``causal``, which would hide the prefix from itself.
@@ -170,7 +174,7 @@ def prefix_lm(lengths: Any, tokens: int) -> np.ndarray:
     return _ranges_of((np.where(keys < prefix, 0, keys), tokens))
 
 
-def blocks(starts: Any, bidirectional: Any, tokens: int) -> np.ndarray:
+def blocks(starts: ArrayLike, bidirectional: ArrayLike, tokens: int) -> np.ndarray:
     """Returns a causal mask with blocks that see themselves in both directions: images in text, block-causal models.
 
     ``q sees k iff k <= q, or both are in one block that is bidirectional``. Call attention without ``causal``.
@@ -235,7 +239,7 @@ def global_and_window(
     return _ranges_of((start, stop), of_global)
 
 
-def documents(lengths: Any, key_lengths: Any = None) -> np.ndarray:
+def documents(lengths: ArrayLike, key_lengths: ArrayLike | None = None) -> np.ndarray:
     """Returns packed documents, each of which sees itself: what ``seq_info`` says, as ranges.
 
     ``q sees k iff both are in one document``. ``seq_info`` runs on more kernels; as ranges, documents can be combined
@@ -292,7 +296,9 @@ def shared_prefix(prefix: Any, completions: Any) -> np.ndarray:
     return _ranges_of((np.arange(begin), np.concatenate(stops)))
 
 
-def tree(parents: Any = None, *, tin: Any = None, tout: Any = None) -> np.ndarray:
+def tree(
+    parents: ArrayLike | None = None, *, tin: ArrayLike | None = None, tout: ArrayLike | None = None
+) -> np.ndarray:
     """Returns the mask of a tree of tokens in depth-first order: a query sees itself and its ancestors.
 
     ``q sees k iff tin[k] <= tin[q] < tout[k]``. With ``parents`` tin is the place in the row, and tout is the place

@@ -16,7 +16,7 @@ from attn_core.call.hints import hide_unknown, refuse_unknown
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.options import Layout, Options, Window, check_flag, check_layout, check_options, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
@@ -68,18 +68,18 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Array | None = None,
-    key_ranges: Any = None,
-    mask_mod: Callable[..., Any] | TracedFunction | None = None,
-    score_mod: Callable[..., Any] | TracedFunction | None = None,
-    aux: Sequence[Any] = (),
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
+    key_ranges: Array | np.ndarray | None = None,
+    mask_mod: Callable[..., object] | TracedFunction | None = None,
+    score_mod: Callable[..., object] | TracedFunction | None = None,
+    aux: Sequence[Array | np.ndarray] = (),
+    q_segment_ids: Array | np.ndarray | None = None,
+    kv_segment_ids: Array | np.ndarray | None = None,
+    q_positions: Array | np.ndarray | None = None,
+    kv_positions: Array | np.ndarray | None = None,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
     layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
@@ -87,9 +87,9 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: Array | None = None,
-    kv_lengths: Any = None,
-    kv_starts: Any = None,
-    cache_index: Any = None,
+    kv_lengths: Array | np.ndarray | None = None,
+    kv_starts: Array | np.ndarray | None = None,
+    cache_index: Array | np.ndarray | None = None,
     invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, ...]:
@@ -186,7 +186,7 @@ def attention(
     return in_layout((*results, max_logit.alone(varying_alike(checked), plan.device_name(q), options)), layout)
 
 
-def in_layout(results: Any, layout: Layout) -> Any:
+def in_layout(results: Array | tuple[Array, ...], layout: Layout) -> Array | tuple[Array, ...]:
     """Returns the output, or a tuple that begins with it, with the output in a layout."""
     if layout == "bshd":
         return results
@@ -235,7 +235,7 @@ def gather_arguments(
     inputs: Inputs,
     info: SeqInfo | None,
     options: Options,
-    key: Any,
+    key: Array | None,
     functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
     *,
     shapes_only: bool = False,

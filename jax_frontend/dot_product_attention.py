@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.kinds import check_int32, is_host_int
@@ -155,7 +155,7 @@ def dot_product_attention(
     return out, _residual(lse, queries_inside, query.dtype).reshape(shape[:-1])
 
 
-def _array(name: str, value: Any) -> Array:
+def _array(name: str, value: ArrayLike) -> Array:
     """Converts everything that jax.nn accepts as an array; raises for a torch tensor, whose gradient would be lost."""
     check_process()
     if type(value).__module__.partition(".")[0] == "torch":
@@ -172,7 +172,7 @@ def _with_batch(name: str, array: Array) -> Array:
     return array if array.ndim == 4 else array[None]  # [length, heads, dim] -> [1, length, heads, dim]
 
 
-def _inside(name: str, lengths: Any, tokens: Array) -> Array | None:
+def _inside(name: str, lengths: ArrayLike | None, tokens: Array) -> Array | None:
     """Returns, as bool ``[batch, length]``, whether each token lies before its row's end; None without lengths."""
     if lengths is None:
         return None
@@ -212,7 +212,7 @@ def _window(size: Any) -> tuple[int, int] | None:
     )
 
 
-def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:
+def _requested(implementation: object, backend: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
     """Returns the backends that ``implementation``, jax.nn's word, or ``backend`` requests."""
     if implementation is None:
         return backend
@@ -229,7 +229,7 @@ def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | Non
     return name
 
 
-def _residual(lse: Array, queries_inside: Array | None, dtype: Any) -> Array:
+def _residual(lse: Array, queries_inside: Array | None, dtype: DTypeLike) -> Array:
     """Returns lse as jax.nn does, ``[batch, heads, q_len]`` -> ``[batch, q_len, heads]``, rounded, without gradient."""
     lse = jnp.swapaxes(lse, 1, 2)
     if queries_inside is not None:

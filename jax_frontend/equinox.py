@@ -101,7 +101,9 @@ def attend(
     return jax.vmap(layer.output_proj)(flat)  # [q_len, output_size]
 
 
-def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array, process_heads: Any) -> None:
+def _check_rows(
+    layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array, process_heads: object
+) -> None:
     """Checks the layer and its arrays ``[length, features]``."""
     if not isinstance(layer, eqx.nn.MultiheadAttention):
         raise SpecError(f"layer: expected an equinox.nn.MultiheadAttention, got {type(layer).__name__}")
@@ -157,7 +159,7 @@ def _heads(
     return heads[0].astype(dtype), heads[1].astype(dtype), heads[2].astype(dtype)
 
 
-def _one_row(name: str, array: Any) -> Any:
+def _one_row(name: str, array: Any) -> Array | None:
     """Returns numbers of tokens ``[length]`` as ``[1, length]``. ``attention`` checks length, dtype and type."""
     shape = getattr(array, "shape", None)
     if shape is not None and len(shape) != 1:

@@ -23,6 +23,7 @@ from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.bridge import targets
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import plan, value_checks
+from jax_frontend.dispatch.plan import ArrayOrShape
 from jax_frontend.paged import dense_caches
 
 _shared = SharedOptions(attention, names_at(Door.ATTENTION))
@@ -30,7 +31,12 @@ _shared = SharedOptions(attention, names_at(Door.ATTENTION))
 
 @_shared
 def explain(
-    q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Unpack[ExplainKeywords[Any, Any]]
+    q: ArrayOrShape,
+    k: ArrayOrShape,
+    v: ArrayOrShape,
+    *,
+    needs_backward: bool | None = None,
+    **options: Unpack[ExplainKeywords[ArrayOrShape, ArrayOrShape]],
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
@@ -76,7 +82,9 @@ def explain(
     return described(selection, key_ranges, tables)
 
 
-def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
+def warm_up(
+    q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape, *, needs_backward: bool | None = None, **options: Any
+) -> Selection:
     """Chooses the backend of a call, and on a GPU does what the call's first run would do with torch's kernels.
 
     ``jax.jit`` still compiles the program on its first call. The function has the arguments of ``explain``, as arrays

@@ -76,9 +76,9 @@ class Attention(LayerFields, nn.Module):
         positions: jax.Array | None = None,
         pages: Pages | None = None,
         deterministic: bool | None = None,
-        dropout_rng: Any = None,
+        dropout_rng: jax.Array | None = None,
         **options: Unpack[LayerKeywords[jax.Array]],
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]:
         """Applies the layer.
 
         Args:

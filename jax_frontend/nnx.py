@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, zeros
+from jax.typing import DTypeLike
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import LayerKeywords
@@ -116,7 +117,7 @@ class Attention(LayerFields, nnx.Module):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
         **options: Unpack[LayerKeywords[jax.Array]],
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]:
         """Applies the layer. Arguments, results and errors are those of ``jax_frontend.linen.Attention``, except:
 
         Args:
@@ -145,7 +146,7 @@ class Attention(LayerFields, nnx.Module):
         query, key = then(self.query, self.query_ln), then(self.key, self.key_ln)
         return attend(self, Projections(query, key, self.value, self.out), x, context, call)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = None) -> None:
+    def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None) -> None:
         """Creates an empty cache for decode mode, or replaces it: ``cached_key``, ``cached_value`` and ``cache_index``.
 
         Args:
@@ -198,7 +199,9 @@ class Attention(LayerFields, nnx.Module):
             self.init_cache((*sizes, max_length, self.in_features))
 
 
-def dropout_of_call(layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
+def dropout_of_call(
+    layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+) -> tuple[float, jax.Array | None]:
     """Returns the dropout rate and key of this call."""
     if layer.dropout_rate == 0:
         return 0.0, None

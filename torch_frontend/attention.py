@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Never, Unpack, overload
 
+import numpy as np
 import torch
 
 from attn_core.call import cache_rows
@@ -13,6 +14,7 @@ from attn_core.call.hints import hide_unknown, refuse_unknown
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.options import Layout, Window, check_layout, is_plain_window
 from attn_core.call.segments import Segments, Visible
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.dispatch import eager_calls, functions, general_calls, layouts
 from torch_frontend.dispatch.prepared import find
@@ -64,18 +66,18 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
-    key_ranges: Any = None,
-    mask_mod: Callable[..., Any] | TracedFunction | None = None,
-    score_mod: Callable[..., Any] | TracedFunction | None = None,
-    aux: Sequence[Any] = (),
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
+    key_ranges: Tensor | np.ndarray | None = None,
+    mask_mod: Callable[..., object] | TracedFunction | None = None,
+    score_mod: Callable[..., object] | TracedFunction | None = None,
+    aux: Sequence[Tensor | np.ndarray] = (),
+    q_segment_ids: Tensor | np.ndarray | None = None,
+    kv_segment_ids: Tensor | np.ndarray | None = None,
+    q_positions: Tensor | np.ndarray | None = None,
+    kv_positions: Tensor | np.ndarray | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
     layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
@@ -83,9 +85,9 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: torch.Generator | None = None,
-    kv_lengths: Any = None,
-    kv_starts: Any = None,
-    cache_index: Any = None,
+    kv_lengths: Tensor | np.ndarray | None = None,
+    kv_starts: Tensor | np.ndarray | None = None,
+    cache_index: Tensor | np.ndarray | None = None,
     invariant: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -199,7 +201,9 @@ def attention(
     return _attend_by_steps(q, k, v, layout, CacheRows(kv_lengths, kv_starts, cache_index) if in_cache else None, given)
 
 
-def _attend_by_steps(q: Any, k: Any, v: Any, layout: Any, rows: CacheRows | None, given: dict[str, Any]) -> Any:
+def _attend_by_steps(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, rows: CacheRows | None, given: dict[str, Any]
+) -> Tensor | tuple[Tensor, ...]:
     """Runs a call with any property, and under any observer: a cache, a layout and nested tensors each become a call
     of ``attention`` without it, and then every argument is checked.
     """

@@ -104,5 +104,5 @@ is_installed = _replacement.is_installed
 """Returns whether our attention is in torch's place now."""
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

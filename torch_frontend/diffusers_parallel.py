@@ -61,7 +61,9 @@ is_installed = _replacement.is_installed
 """Returns whether our attention is in diffusers' place now."""
 
 
-def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+def _attention_in_place_of(
+    theirs: Callable[..., Tensor | tuple[Tensor, Tensor]], native: object
+) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Returns the function that stands in for diffusers', with its signature.
 
     Args:
@@ -79,10 +81,10 @@ def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any
         enable_gqa: bool = False,
         return_lse: bool = False,
         *,
-        forward_op: Callable[..., Any],
-        backward_op: Callable[..., Any],
+        forward_op: Callable[..., object],
+        backward_op: Callable[..., object],
         _parallel_config: Any = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs a call on ``[batch, shard, heads, head_dim]``, this rank's consecutive part of the positions."""
         config = _parallel_config.context_parallel_config
         ulysses_alone = config.ring_degree == 1
@@ -101,7 +103,7 @@ def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any
 
 def _run(
     config: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None
-) -> Any:
+) -> Tensor:
     """Runs a call on diffusers' mesh, by the strategy that its degrees of parallelism mean."""
     from torch_frontend.context_parallel.attention import context_parallel_attention  # few programs have a mesh
 
@@ -122,7 +124,7 @@ def _run(
     )
 
 
-def _check(config: Any, attn_mask: Any, enable_gqa: bool, query: Tensor, key: Tensor) -> None:
+def _check(config: Any, attn_mask: Tensor | None, enable_gqa: bool, query: Tensor, key: Tensor) -> None:
     """Raises SpecError for what our context parallelism cannot honour."""
     if attn_mask is not None:
         raise SpecError(

@@ -22,7 +22,7 @@ from torch_frontend.paged import attention  # noqa: F401  registers its op
 Tensor = torch.Tensor
 
 
-def _pairs(inputs: Inputs, how: OpOptions) -> Any:
+def _pairs(inputs: Inputs, how: OpOptions) -> int:
     """Returns the number of (query, key) pairs of one head."""
     q_len, kv_len = inputs.q.shape[-3], inputs.k.shape[-3]
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
@@ -33,7 +33,7 @@ def _pairs(inputs: Inputs, how: OpOptions) -> Any:
     return sum(one * other for one, other in zip(queries, keys, strict=True))
 
 
-def _lengths(offsets: Tensor, longest: Any) -> list[Any]:
+def _lengths(offsets: Tensor, longest: int) -> list[int]:
     """Returns the lengths of documents; if the offsets have no data (fake tensors), each has the longest length."""
     return offsets.diff().tolist() if _has_values(offsets) else [longest] * (offsets.shape[0] - 1)
 
@@ -42,17 +42,17 @@ def _has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
-def _work(inputs: Inputs, how: OpOptions, of_q: int, of_v: int) -> Any:
+def _work(inputs: Inputs, how: OpOptions, of_q: int, of_v: int) -> int:
     """Returns the operations of so many matrix products as wide as q, and of so many as wide as v."""
     return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (of_q * inputs.q.shape[-1] + of_v * inputs.v.shape[-1])
 
 
-def _products(op: Op, of_q: int, of_v: int) -> Callable[..., Any]:
+def _products(op: Op, of_q: int, of_v: int) -> Callable[..., int]:
     """Returns the formula of an op with so many products."""
     return lambda *arguments, out_val=None, **_: _work(*from_call(op.call_of(arguments)), of_q, of_v)
 
 
-def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
+def _jvp(*arguments: Any, out_val: object = None, **_: object) -> int:
     """Counts the forward's two matrix products, and one for each product with a tangent."""
     dq, dk, dv = (each is not None for each in arguments[:3])
     inputs, how = from_call(forward_mode.JVP.call_of(arguments))
@@ -61,8 +61,15 @@ def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
 
 
 def _paged(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
-) -> Any:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    offsets: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> int:
     """Counts the two products of ``attn::paged_forward``; of a call without values, those of full tables."""
     # Without values, every sequence counts as full: as many keys as its row of the table can hold.
     capacity = table.shape[1] * k.shape[1]

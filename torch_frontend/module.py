@@ -126,7 +126,7 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         pages: Pages | None = None,
         **options: Unpack[LayerKeywords[Tensor]],
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """Applies the layer.
 
         Args:
@@ -232,7 +232,7 @@ class Attention(nn.Module):
         return ", ".join([heads, *flags, *options])
 
 
-def check_inputs(x: Any, context: Any, positions: Any, pages: Any) -> None:
+def check_inputs(x: Tensor, context: Tensor | None, positions: Tensor | None, pages: Pages | None) -> None:
     """Checks a layer's inputs before it reads their shapes; all but x may be None.
 
     Raises:

@@ -21,6 +21,7 @@ from torch_frontend.dispatch.autograd import once_differentiable
 from torch_frontend.dispatch.eager_calls import checked_options
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.mask_objects import is_object
+from torch_frontend.dispatch.plan import Results
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.run_plan import in_ranges
 from torch_frontend.dispatch.tensor_kinds import is_watched
@@ -87,7 +88,7 @@ def attention_qkvpacked(
     return run_plan.finish_results(results, inputs, seq_info)
 
 
-def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Any:
+def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Callable[..., Results] | None:
     """Returns what runs a call with gradients that is like an earlier one, on qkv and the tables; else None."""
     aux, window = said["aux"], said["window"]
     if any([said[name] is not None for name in _ALONE]) or type(aux) is not tuple or aux:
@@ -112,8 +113,8 @@ def _prepare_training(request: Request) -> Prepared | None:
     call_plan = plan.plan(entries, options, True, bool(learned.bias), request.requested)
     absent = (None,) * (len(Inputs._fields) - 7)
 
-    def build(call_plan: plan.Plan) -> Callable[..., Any]:
-        def run(qkv: Tensor, *tables: Tensor | None) -> Any:
+    def build(call_plan: plan.Plan) -> Callable[..., Results]:
+        def run(qkv: Tensor, *tables: Tensor | None) -> Results:
             results = QkvAttention.apply(call_plan, qkv, *tables, *absent)
             return run_plan.finish_results(results, Inputs(qkv, qkv, qkv, *tables), None)
 
@@ -129,7 +130,7 @@ class QkvAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call_plan: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
+    def forward(ctx: Any, call_plan: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Results:
         out, lse = run_plan.run_forward(call_plan, Inputs(*qkv.unbind(-3), *rest))
         ctx.plan = call_plan
         ctx.save_for_backward(qkv, *rest, out, lse)
@@ -138,7 +139,7 @@ class QkvAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         qkv, *rest, out, lse = ctx.saved_tensors
         inputs = Inputs(*qkv.unbind(-3), *rest)
         if not autograd.is_direct(dout, dlse):

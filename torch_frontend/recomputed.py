@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from attn_core.call.options import Window
+from attn_core.call.seq_info import SeqInfoLike
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import transforms
 from torch_frontend.dispatch.prepared import training_layer
@@ -40,7 +42,7 @@ def attention_of_heads(
     v: Tensor,
     *,
     trains: bool,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
     key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -87,11 +89,11 @@ def _fits_packing(
     k: Tensor,
     *,
     causal: bool = False,
-    window: Any = None,
+    window: Window = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     invariant: str | None = None,
-    **_: Any,
+    **_: object,
 ) -> bool:
     """Returns whether a single query's heads of one kv head may become queries of one head: a kernel without grouped
     heads then needs no copies of the keys, and torch's CPU kernel reads them once.

@@ -36,7 +36,7 @@ class lazy_property(cached_property[Value]):
 
     if sys.version_info < (3, 12):
 
-        def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
             if instance is None:
                 return self
             value = instance.__dict__[self.attrname] = self.func(instance)

@@ -323,12 +323,12 @@ MOST_HEADS = 128
 HINT = "if q, k and v are [batch, heads, seq, head_dim], pass layout='bhsd'"
 
 
-def fits_heads_first(q: tuple[Any, ...], k: tuple[Any, ...]) -> bool:
+def fits_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> bool:
     """Returns whether two shapes of four axes also describe a call if heads come before the sequence."""
     return all(map(is_number, (*q, *k))) and min(*q, *k) > 0 and q[1] % k[1] == 0
 
 
-def warn_of_heads_first(q: tuple[Any, ...], k: tuple[Any, ...]) -> None:
+def warn_of_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> None:
     """Warns if the shapes of q and k, ``[batch, seq, heads, head_dim]``, are likelier those of heads first.
 
     They are if there are as many key/value heads as query heads and more heads than queries, and either more heads than

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,10 @@ from attn_core.call.kinds import check_int32, check_within, is_number
 from attn_core.call.masks import FAR
 from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import A, Array, Inputs
 from attn_core.errors import ShapeError, SpecError
+from attn_core.expressions.symbols import Array as SymbolicArray
+from attn_core.expressions.symbols import Symbol
 from attn_core.expressions.tracing import Aux, trace_score
 from attn_core.expressions.tree import Expression
 
@@ -72,14 +75,14 @@ ABSENT: dict[str, Any] = {
 """The other options, with the values that such a call has."""
 
 
-def refuse(*excluded: Any) -> None:
+def refuse(*excluded: object) -> None:
     """Raises SpecError for the first argument of ``EXCLUDED`` that is not None."""
     for (name, why), value in zip(EXCLUDED.items(), excluded, strict=True):
         if value is not None:
             raise SpecError(f"{name}: expected None with kv_lengths, kv_starts or cache_index, because {why}")
 
 
-def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[str, Any]) -> None:  # noqa: C901
+def check_arguments(rows: CacheRows, shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, Any]) -> None:  # noqa: C901
     """Checks the three arrays by their metadata, and what they exclude.
 
     Args:
@@ -125,7 +128,7 @@ def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[
         )
 
 
-def value_check(q_len: Any, kv_len: Any, options: Mapping[str, Any]) -> Callable[[CacheRows, int, int], None]:
+def value_check(q_len: int, kv_len: int, options: Mapping[str, Any]) -> Callable[[CacheRows, int, int], None]:
     """Returns ``check_values``, or ``_check_whole_rows`` if queries that number the keys may be rows with padding.
 
     Args:
@@ -172,7 +175,7 @@ def check_values(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
     check_within("cache_index", index, cache_batch - 1, ", the last row of k")
 
 
-def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
+def clamped(rows: CacheRows, kv_len: int, cache_batch: int) -> CacheRows:
     """Returns the arrays with values in range, as arrays of their framework. Values in range do not change."""
     lengths, starts, index = rows
     lengths = None if lengths is None else lengths.clip(0, kv_len)
@@ -182,7 +185,7 @@ def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
     return CacheRows(lengths, starts, None if index is None else index.clip(0, cache_batch - 1))
 
 
-def takes_pages(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+def takes_pages(sizes: tuple[int, ...], options: Mapping[str, Any]) -> bool:
     """Returns whether a call without gradients can have the form of pages.
 
     Args:
@@ -200,8 +203,8 @@ def takes_pages(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
 
 
 def as_documents(
-    xp: Any, qkv: tuple[Any, ...], rows: CacheRows, tables: tuple[Any, Any], options: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    xp: ModuleType, qkv: tuple[A, A, A], rows: CacheRows, tables: tuple[A, A], options: Mapping[str, Any]
+) -> tuple[tuple[A, ...], dict[str, Any]]:
     """Returns the arrays and the keywords of ``attention`` for the same call on packed documents.
 
     Args:
@@ -224,7 +227,7 @@ def as_documents(
     return arrays, others | {"seq_info": SeqInfo(queries, keys, count, longest)}
 
 
-def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs, Options]:
+def as_inputs(qkv: tuple[Array, ...], keywords: Mapping[str, Any]) -> tuple[Inputs, Options]:
     """Returns the inputs and options whose values ``checks`` looks at, of a call in the form with key ranges."""
     q, k, v = qkv
     inputs = Inputs(q, k, v, sinks=keywords["sinks"], key_ranges=keywords["key_ranges"])
@@ -232,7 +235,7 @@ def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs
 
 
 def key_ranges_of(
-    xp: Any, key: Any, rows: CacheRows, q_len: Any, theirs: Any, options: Mapping[str, Any]
+    xp: ModuleType, key: Any, rows: CacheRows, q_len: int, theirs: Array | None, options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Returns the key ranges that say which queries see each key, and which keys belong to each row.
 
@@ -277,7 +280,9 @@ def slopes_of_rows(axes: int) -> Expression:
 
 @lru_cache(maxsize=2)
 def _slopes_of_rows(axes: int) -> Expression:
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, offsets: Any) -> Any:
+    def score_mod(
+        score: Symbol, b: Symbol, h: Symbol, q: Symbol, k: Symbol, slopes: SymbolicArray, offsets: SymbolicArray
+    ) -> Symbol:
         slope = slopes[h] if axes == 1 else slopes[b, h]
         return score - slope * abs(q + offsets[b] - k)
 

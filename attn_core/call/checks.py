@@ -15,7 +15,7 @@ from attn_core.call.functions import AUX
 from attn_core.call.masks import visible
 from attn_core.call.observe import Switch, variable_of
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import dtype_name
+from attn_core.call.tensors import Array, dtype_name
 from attn_core.errors import ResultError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tree import ExpressionError
@@ -123,7 +123,7 @@ def _blind_rows(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], to
         )
 
 
-def result_error(name: str, actual: Any, shape: tuple[int, ...], dtype: str, device: Any = None) -> ResultError:
+def result_error(name: str, actual: Any, shape: tuple[int, ...], dtype: str, device: object = None) -> ResultError:
     """Returns the error for a result of the wrong type, shape, dtype or device.
 
     Args:
@@ -143,7 +143,9 @@ def result_error(name: str, actual: Any, shape: tuple[int, ...], dtype: str, dev
     )
 
 
-def warn_of_results(name: str, dropout: float, operands: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+def warn_of_results(
+    name: str, dropout: float, operands: Mapping[str, Array | None], results: Mapping[str, Array | None]
+) -> None:
     """Warns of each result with NaN, if every operand is finite.
 
     An output of infinity counts as well, because it is a mean of finite values; with dropout it is not. A gradient of
@@ -177,5 +179,5 @@ def _places_wrong(result: str, array: np.ndarray, dropout: float) -> np.ndarray:
     return np.isnan(array)
 
 
-def _is_finite(name: str, array: Any) -> bool:
+def _is_finite(name: str, array: Array | None) -> bool:
     return array is None or np.asarray(array).dtype.kind in "iub" or not _not_finite(name, np.asarray(array)).any()

@@ -8,13 +8,14 @@ expressions. These name no array: lookups go by number, in the arrays that ``AUX
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from attn_core.call.kinds import is_number
+from attn_core.call.tensors import Array
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.building import TRUE
 from attn_core.expressions.derivatives import ZERO, derivative, rounding
@@ -38,17 +39,21 @@ TANH_ERROR = {"float16": 16.0, "bfloat16": 16.0}
 """The absolute error of tanh in a score function, in units of the roundoff. Kernels in half precision use the GPU's
 ``tanh.approx``: bounds take 8 roundoffs of float32 for each unit, so this is 2**-17, as for softcap."""
 
+T = TypeVar("T")
 NO_FUNCTIONS = None, None, ()
+Function = Callable[..., object] | TracedFunction
+Traced = tuple[Expression | None, Expression | None, tuple[Any, ...]]
+"""The expressions of mask_mod and score_mod, and their arrays."""
 _NEUTRAL = (TRUE, Expression("score", "float"))
 
 
-def are_given(functions: tuple[Any, Any, Any]) -> bool:
+def are_given(functions: tuple[object, object, object]) -> bool:
     """Returns whether a call has mask_mod, score_mod or aux. An array has no truth value, so nothing is compared."""
     mask_mod, score_mod, aux = functions
     return not (mask_mod is None and score_mod is None and type(aux) is tuple and not aux)
 
 
-def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:
+def trace(mask_mod: Function | None, score_mod: Function | None, aux: object) -> Traced:
     """Returns the expressions of a call's functions and their arrays: those of aux, then those that they captured.
 
     A mask function that hides nothing and a score function that changes nothing are None.
@@ -139,7 +144,7 @@ def _check_not_empty(name: str, tree: Expression, spec: Any) -> None:
             raise ShapeError(f"aux[{number}]: expected at least one element, because {name} reads it, got {shape}")
 
 
-def _is_zero(size: Any) -> bool:
+def _is_zero(size: object) -> bool:
     return is_number(size) and size == 0  # a symbol may be any number
 
 
@@ -178,7 +183,9 @@ def by_row(spec: Any) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=1024)
-def _by_row(mask: Any, score: Any, batch: Any, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+def _by_row(
+    mask: Expression | None, score: Expression | None, batch: int, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...] | None:
     """``by_row`` by what it depends on, because the functions of a call are the same at every step."""
     trees = [tree for tree in (mask, score) if tree is not None]
     first, other = set[int](), set[int]()  # the arrays that b indexes first, and all others
@@ -202,7 +209,7 @@ def aux_of(inputs: Any) -> tuple[Any, ...]:
     return tuple([array for array in arrays if array is not None])
 
 
-def named(aux: Sequence[Any]) -> dict[str, Any]:
+def named(aux: Sequence[T]) -> dict[str, T]:
     """Returns aux arrays by their fields in ``Inputs``."""
     return dict(zip(AUX, aux, strict=False))
 
@@ -229,7 +236,7 @@ def lookup_slopes(tree: Expression, numbers: tuple[int, ...]) -> tuple[tuple[Exp
     return tuple((node, slope) for node, slope in pairs if slope != ZERO)
 
 
-def seen_by_function(spec: Any, aux: Sequence[Any]) -> np.ndarray:
+def seen_by_function(spec: Any, aux: Sequence[Array]) -> np.ndarray:
     """Returns what the mask function shows: bool ``[batch, heads, q_len, kv_len]``; the definition."""
     return evaluate_numpy(spec.mask_mod, _indices(spec), aux=aux)
 
@@ -249,7 +256,7 @@ class Scored(NamedTuple):
     slope_rounding: np.ndarray
 
 
-def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> Scored:
+def scored(spec: Any, scores: np.ndarray, aux: Sequence[Array]) -> Scored:
     """Evaluates the score function at the scores."""
     first = slope(spec.score_mod)
     tanh = TANH_ERROR.get(spec.dtype, 0.0)

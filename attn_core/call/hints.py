@@ -211,7 +211,7 @@ class SharedOptions:
         names: of the options.
     """
 
-    def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
+    def __init__(self, function: Callable[..., object], names: Collection[str]) -> None:
         self._parameters = inspect.signature(function).parameters
         self._defaults = {name: each.default for name, each in self._parameters.items() if name in names}
 
@@ -225,7 +225,7 @@ class SharedOptions:
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
-    def given(self, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    def given(self, function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those options of a call of the function that are not its defaults.
 
         Raises:
@@ -236,7 +236,7 @@ class SharedOptions:
             refuse_keywords(function, unknown)
         return {name: value for name, value in options.items() if value is not self._defaults[name]}
 
-    def complete(self, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all options of a call of the function, with the defaults of those that its caller left out.
 
         Raises:
@@ -245,13 +245,15 @@ class SharedOptions:
         return {**self._defaults, **self.given(function, options)}
 
 
-def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
+def refuse_keywords(function: Callable[..., object], unknown: Mapping[str, object]) -> NoReturn:
     """Raises TypeError for keywords that a function does not have, with our word for each that another library has."""
     ours = [name for name in inspect.signature(function).parameters if name != "self"]
     raise TypeError("\n".join([_sentence(word, function.__name__, ours) for word in unknown]))
 
 
-def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any], positional: Sequence[Any]) -> NoReturn:
+def refuse_unknown(
+    function: Callable[..., object], unknown: Mapping[str, object], positional: Sequence[object]
+) -> NoReturn:
     """Raises TypeError for arguments behind q, k and v, where torch's function has its mask; else for keywords."""
     if positional:
         raise TypeError(
@@ -281,7 +283,7 @@ def _sentence(word: str, function: str, ours: Sequence[str]) -> str:
     return f"{word}: {function}() has no {' or '.join(known)}; leave it out"
 
 
-def remedy_of(value: Any) -> str | None:
+def remedy_of(value: object) -> str | None:
     """Returns what to pass instead of an object, or None if it is no such mask."""
     known = MASKS.get(type(value).__name__)
     return known.remedy if isinstance(known, Meaning) else known

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.kinds import is_number
+from attn_core.call.tensors import A, Array
 from attn_core.errors import ShapeError, SpecError
 
 LAYOUT = "[batch or 1, kv_heads or 1, kv_len, ranges, 2]"
@@ -41,7 +42,7 @@ def check_shape(shape: tuple[int, ...] | None, batch: int, kv_heads: int, keys: 
         raise ShapeError(f"key_ranges: expected shape {full}, got [{', '.join(map(str, shape))}]")
 
 
-def check_values(key_ranges: np.ndarray, q_len: Any) -> None:
+def check_values(key_ranges: np.ndarray, q_len: int) -> None:
     """Checks ranges whose values are on the host. They are not checked against a length that is a symbol.
 
     Raises:
@@ -60,7 +61,7 @@ def check_values(key_ranges: np.ndarray, q_len: Any) -> None:
         )
 
 
-def contains(key_ranges: Any, rows: Any) -> Any:
+def contains(key_ranges: A, rows: A) -> A:
     """Returns which queries see which keys, bool ``[..., queries, keys]``; the definition, in any framework.
 
     Args:
@@ -108,7 +109,7 @@ def visible_blocks(
     return int(seen.sum()), seen.size
 
 
-def visible_in_ranges(key_ranges: Any, q_len: int, num_heads: int) -> np.ndarray:
+def visible_in_ranges(key_ranges: Array, q_len: int, num_heads: int) -> np.ndarray:
     """Returns the pairs that ranges show: bool ``[batch or 1, heads or 1, q_len, kv_len]``; 1 head if all share it."""
     ranges = np.asarray(key_ranges)
     seen: np.ndarray = contains(ranges, np.arange(q_len))

@@ -6,9 +6,12 @@ The functions' docstrings say what they mean.
 
 # No `from __future__ import annotations`: it would hide Required from __required_keys__.
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, Required, TypedDict, TypeVar
+from typing import Generic, Literal, Required, TypedDict, TypeVar
+
+import numpy as np
 
 from attn_core.call.options import Layout
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.expressions.tracing import TracedFunction
 
 Array = TypeVar("Array")
@@ -21,7 +24,7 @@ Yes = Literal[True]
 class TableKeywords(TypedDict, Generic[Array], total=False):
     """The keywords that every attention has, and every call of a layer."""
 
-    key_ranges: Any
+    key_ranges: Array | np.ndarray | None
     alibi_slopes: Array | None
 
 
@@ -39,15 +42,15 @@ class CommonKeywords(TableKeywords[Array], total=False):
 class RowKeywords(TypedDict, Generic[Array], total=False):
     """The keywords of attention to whole rows, on one device."""
 
-    mask_mod: Callable[..., Any] | TracedFunction | None
-    score_mod: Callable[..., Any] | TracedFunction | None
-    aux: Sequence[Any]
-    q_segment_ids: Any
-    kv_segment_ids: Any
-    q_positions: Any
-    kv_positions: Any
+    mask_mod: Callable[..., object] | TracedFunction | None
+    score_mod: Callable[..., object] | TracedFunction | None
+    aux: Sequence[Array | np.ndarray]
+    q_segment_ids: Array | np.ndarray | None
+    kv_segment_ids: Array | np.ndarray | None
+    q_positions: Array | np.ndarray | None
+    kv_positions: Array | np.ndarray | None
     bias: Array | None
-    seq_info: Any
+    seq_info: SeqInfoLike
 
 
 class LayerKeywords(TableKeywords[Array], RowKeywords[Array], total=False):
@@ -76,9 +79,9 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse and return_max_logit."""
 
     layout: Layout
-    kv_lengths: Any
-    kv_starts: Any
-    cache_index: Any
+    kv_lengths: Array | np.ndarray | None
+    kv_starts: Array | np.ndarray | None
+    cache_index: Array | np.ndarray | None
 
 
 class ExplainKeywords(AttentionKeywords[Array, Random], total=False):
@@ -97,7 +100,7 @@ class SpreadKeywords(CommonKeywords[Array], total=False):
     alignment: str
     mask: Array | None
     bias: Array | None
-    seq_info: Any
+    seq_info: SeqInfoLike
     dropout: float
     deterministic: bool
 
@@ -118,9 +121,9 @@ class CachedKeywords(CommonKeywords[Array], total=False):
 class PagesKeywords(CachedKeywords[Array], total=False):
     """The keywords of ``paged_attention`` that a call may leave out, without return_lse."""
 
-    cu_seqlens_q: Any
+    cu_seqlens_q: Array | np.ndarray | None
     max_len_q: int | None
-    kv_starts: Any
+    kv_starts: Array | np.ndarray | None
     k_scales: Array | None
     v_scales: Array | None
 
@@ -128,8 +131,8 @@ class PagesKeywords(CachedKeywords[Array], total=False):
 class PagedKeywords(PagesKeywords[Array], total=False):
     """The keywords of ``paged_attention``, without return_lse."""
 
-    block_table: Required[Any]
-    seq_lens: Required[Any]
+    block_table: Required[Array | np.ndarray]
+    seq_lens: Required[Array | np.ndarray]
 
 
 class ExplainPagedKeywords(PagesKeywords[Array], total=False):

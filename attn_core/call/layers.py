@@ -9,6 +9,7 @@ from attn_core.call.functions import FUNCTIONS
 from attn_core.call.kinds import check_size
 from attn_core.call.options import Door, check_flag, names_at
 from attn_core.call.segments import Segments
+from attn_core.call.tensors import Array
 from attn_core.errors import ShapeError, SpecError
 
 ON_ROWS = names_at(Door.LAYER | Door.ATTENTION)
@@ -26,7 +27,7 @@ def options_of(layer: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {**options, "deterministic": layer.bitwise_deterministic}
 
 
-def refuse_over_ranks(options: Mapping[str, Any], invariant: str | None) -> None:
+def refuse_over_ranks(options: Mapping[str, object], invariant: str | None) -> None:
     """Raises SpecError for what a layer in context parallelism cannot have.
 
     Args:
@@ -51,7 +52,7 @@ def refuse_over_ranks(options: Mapping[str, Any], invariant: str | None) -> None
         )
 
 
-def rotary_positions(positions: Any, options: Mapping[str, Any], *, rotary: bool) -> Any:
+def rotary_positions(positions: Array | None, options: Mapping[str, object], *, rotary: bool) -> Any:
     """Returns the positions that a layer rotates by: the call's, or else q_positions; None to count them.
 
     Raises:
@@ -184,7 +185,7 @@ def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_featu
         raise ShapeError(f"context: expected an input with the layer's {in_kv_features} key features, got no context")
 
 
-def check_rotary(layer: Any, positions: Any, rows: tuple[int, int], *, cross: bool = False) -> None:
+def check_rotary(layer: Any, positions: Array | None, rows: tuple[int, int], *, cross: bool = False) -> None:
     """Checks the positions of a call: a rotary hook must use them, their shape must fit, and keys must share them.
 
     Args:

@@ -15,6 +15,7 @@ from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.kinds import is_number
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Array
 
 FAR = 2**30
 """A distance beyond the end of any row. Kernels add positions to it in int32, so it must stay far below 2**31."""
@@ -80,7 +81,7 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
 
 
-def without_idle_sides(options: Options, q_len: Any, kv_len: Any) -> Options:
+def without_idle_sides(options: Options, q_len: int, kv_len: int) -> Options:
     """Returns the options of a dense call without the sides of the window that hide no key; ``(None, 0)`` is causal.
 
     So a model with sliding windows runs its short prompts on any kernel, also on one that has no windows. A call with
@@ -111,7 +112,9 @@ def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
     return np.searchsorted(np.asarray(cu_seqlens)[1:], np.arange(tokens), side="right")
 
 
-def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def positions(
+    spec: AttentionSpec, cu_seqlens_q: Array | None = None, cu_seqlens_k: Array | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns positions within the documents: ``(query positions + offset, key positions)``.
 
     The offset puts a query at the position of the key on its diagonal.
@@ -127,11 +130,11 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
 
 def visible(
     spec: AttentionSpec,
-    mask: Any = None,
+    mask: Array | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    key_ranges: Any = None,
-    aux: Sequence[Any] = (),
+    key_ranges: Array | None = None,
+    aux: Sequence[Array] = (),
 ) -> np.ndarray:
     """Returns the visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
 

@@ -40,7 +40,7 @@ class Switch:
     def __enter__(self) -> None:
         """Begins the block. The mode is on or off since the switch was made."""
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._variable.reset(self._token)
 
 
@@ -85,7 +85,7 @@ def log(on: bool = True) -> Switch:
     return Switch("log", _log_enabled, on)
 
 
-def emit(event: str, message: str, **fields: Any) -> None:
+def emit(event: str, message: str, **fields: object) -> None:
     """Hands a record to the logger "attn_core" if records are on.
 
     Args:

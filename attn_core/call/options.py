@@ -133,7 +133,7 @@ def check_paged_options(*values: Any) -> Options:
     return check_options(Options(**dict(zip(PAGED, values))))
 
 
-def requested_names(backend: Any) -> tuple[str, ...] | None:
+def requested_names(backend: object) -> tuple[str, ...] | None:
     """Returns the names in ``backend=``, which is one name or several in order of preference; None for None.
 
     Raises:
@@ -148,7 +148,7 @@ def requested_names(backend: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
+def normalise_window(window: object, causal: bool) -> tuple[int | None, int | None]:
     """Returns a window as a pair of inclusive distances, in which None is unbounded.
 
     An int W means W keys, self included: ``(W - 1, 0)``. A pair is returned unchanged; None becomes ``(None, None)``.
@@ -183,7 +183,7 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
     raise SpecError(f"window={shown(window)}: expected an int, a pair (left, right) of ints or None, or None{hint}")
 
 
-def is_plain_window(window: Any) -> bool:
+def is_plain_window(window: object) -> bool:
     """Returns whether a window is None, an int, or a tuple of two ints or Nones, and so may be part of a cache's key.
 
     ``(3.0, 0)`` and ``(True, 0)`` are equal to pairs of ints. A typed cache compares the type of the window, but not
@@ -197,28 +197,28 @@ def is_plain_window(window: Any) -> bool:
     return (left is None or type(left) is int) and (right is None or type(right) is int)
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """Returns a value that is True or False. Raises SpecError for any other value, such as 1."""
     if not isinstance(value, bool):
         raise SpecError(f"{name}={shown(value)}: expected True or False{must_be_static(value)}")
     return value
 
 
-def _alignment(name: str, value: Any) -> str:
+def _alignment(name: str, value: object) -> str:
     if not isinstance(value, str) or value not in get_args(Alignment):
         expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(value)}"
         raise SpecError(f"{name}={shown(value)}: {expected}")
     return value
 
 
-def _promise(name: str, value: Any) -> str | None:
+def _promise(name: str, value: object) -> str | None:
     if value is None or (isinstance(value, str) and value in get_args(Invariant)):
         return value
     expected = f"expected one of {', '.join(get_args(Invariant))}, or None{must_be_static(value)}"
     raise SpecError(f"{name}={shown(value)}: {expected}")
 
 
-def check_number(name: str, value: Any) -> float | None:
+def check_number(name: str, value: object) -> float | None:
     """Returns a real number on the host as a float; None for None. Raises SpecError for any other value."""
     if value is None:
         return None
@@ -235,7 +235,7 @@ _LARGEST = 3.4028235e38
 """The largest float32."""
 
 
-def _positive(name: str, value: Any, remedy: str) -> float | None:
+def _positive(name: str, value: object, remedy: str) -> float | None:
     """Returns a finite number above 0 as a float; None for None."""
     checked_number = check_number(name, value)
     # Kernels compute in float32, in which a larger number is infinite.
@@ -244,7 +244,7 @@ def _positive(name: str, value: Any, remedy: str) -> float | None:
     return checked_number
 
 
-def _probability(name: str, value: Any) -> float:
+def _probability(name: str, value: object) -> float:
     number = check_number(name, value) or 0.0
     # 1 is excluded, because the other weights are multiplied by 1 / (1 - dropout).
     if not 0 <= number < 1:
@@ -252,7 +252,7 @@ def _probability(name: str, value: Any) -> float:
     return number
 
 
-def _most_tokens(name: str, value: Any) -> int | None:
+def _most_tokens(name: str, value: object) -> int | None:
     if value is not None and (not is_host_int(value) or value < 0):
         expected = f"expected a host int, at least the most new tokens of a sequence{must_be_static(value)}"
         raise SpecError(f"{name}={shown(value)}: {expected}")
@@ -266,7 +266,8 @@ _ROWS = _ONE_DEVICE | Door.RANKS
 _ALL = _ROWS | Door.PAGES | Door.CACHE
 _LAYER, _CALL = Door.LAYER, Door.LAYER_CALL
 _NO_RANKS = _ALL & ~Door.RANKS | _LAYER
-_FUNCTION = "Callable[..., Any] | TracedFunction | None"
+_FUNCTION = "Callable[..., object] | TracedFunction | None"
+_TABLE = "Array | np.ndarray | None"
 
 OPTIONS = (
     Option("causal", "bool", False, _ALL | _LAYER, "Hide later keys from each query.", check_flag),
@@ -275,18 +276,18 @@ OPTIONS = (
     Option("softcap", "float | None", None, _ALL | _LAYER, "Cap c: scores become c * tanh(s / c).", _softcap),
     Option("scale", "float | None", None, _ALL | _LAYER, "Factor on q . k. Default: 1/sqrt(head_dim).", _scale),
     Option("mask", "Array | None", None, _ROWS & ~Door.EQUINOX | _CALL, "True where a query sees a key."),
-    Option("key_ranges", "Any", None, _ALL | _CALL, "The queries that see each key, as ranges."),
+    Option("key_ranges", _TABLE, None, _ALL | _CALL, "The queries that see each key, as ranges."),
     Option("mask_mod", _FUNCTION, None, _ONE_DEVICE | _CALL, "Says whether a query sees a key."),
     Option("score_mod", _FUNCTION, None, _ONE_DEVICE | _CALL, "Maps each score to another one."),
-    Option("aux", "Sequence[Any]", (), _ONE_DEVICE | _CALL, "The arrays that the two functions index."),
-    Option("q_segment_ids", "Any", None, _ONE_DEVICE | _CALL, "A query sees the keys of its own id."),
-    Option("kv_segment_ids", "Any", None, _ONE_DEVICE | _CALL, "The ids of keys, if they are others."),
-    Option("q_positions", "Any", None, _ONE_DEVICE | _CALL, "What causal and window compare."),
-    Option("kv_positions", "Any", None, _ONE_DEVICE | _CALL, "The positions of keys, if they are others."),
+    Option("aux", "Sequence[Array | np.ndarray]", (), _ONE_DEVICE | _CALL, "The arrays that the two functions index."),
+    Option("q_segment_ids", _TABLE, None, _ONE_DEVICE | _CALL, "A query sees the keys of its own id."),
+    Option("kv_segment_ids", _TABLE, None, _ONE_DEVICE | _CALL, "The ids of keys, if they are others."),
+    Option("q_positions", _TABLE, None, _ONE_DEVICE | _CALL, "What causal and window compare."),
+    Option("kv_positions", _TABLE, None, _ONE_DEVICE | _CALL, "The positions of keys, if they are others."),
     Option("bias", "Array | None", None, _ROWS | _CALL, "Is added to the scores."),
     Option("alibi_slopes", "Array | None", None, _ALL | _CALL, "Adds -slope * distance to the scores."),
     Option("sinks", "Array | None", None, _ALL, "One more logit for each head, without a value."),
-    Option("seq_info", "Any", None, _ROWS | _CALL, "Packed documents, which never see each other."),
+    Option("seq_info", "SeqInfoLike", None, _ROWS | _CALL, "Packed documents, which never see each other."),
     Option("layout", "Layout", "bshd", Door.ATTENTION, "The axes of q, k, v and the output: bshd or bhsd."),
     Option("dropout", "float", 0.0, _ROWS & ~Door.EQUINOX, "Probability of dropping a softmax weight.", _probability),
     Option("deterministic", "bool", False, _ALL & ~Door.EQUINOX, "Require equal bits every run.", check_flag),
@@ -295,9 +296,9 @@ OPTIONS = (
     Option("return_max_logit", "bool", False, Door.ATTENTION, "Also return the largest logit of each head."),
     Option("dropout_rng", "Random | None", None, Door.ATTENTION | Door.QKVPACKED, "What dropout draws from."),
     Option("max_len_q", "int | None", None, Door.PAGES, "At least the most new tokens of a sequence.", _most_tokens),
-    Option("kv_lengths", "Any", None, Door.ATTENTION, "The end of each row's keys in a dense cache."),
-    Option("kv_starts", "Any", None, Door.ATTENTION | Door.PAGES, "The first key of each row of a cache."),
-    Option("cache_index", "Any", None, Door.ATTENTION, "The row of the cache that each row of q reads."),
+    Option("kv_lengths", _TABLE, None, Door.ATTENTION, "The end of each row's keys in a dense cache."),
+    Option("kv_starts", _TABLE, None, Door.ATTENTION | Door.PAGES, "The first key of each row of a cache."),
+    Option("cache_index", _TABLE, None, Door.ATTENTION, "The row of the cache that each row of q reads."),
     Option(
         "invariant", "str | None", None, _NO_RANKS, "batch: equal bits in every batch; prefix: in chunks too.", _promise
     ),
@@ -321,7 +322,7 @@ Layout = Literal["bshd", "bhsd"]
 """``[batch, seq, heads, head_dim]`` or ``[batch, heads, seq, head_dim]``; packed the same without the batch."""
 
 
-def check_layout(layout: Any) -> Layout:
+def check_layout(layout: object) -> Layout:
     """Returns one of the two layouts. Raises SpecError for any other value."""
     if not isinstance(layout, str) or layout not in get_args(Layout):
         raise SpecError(

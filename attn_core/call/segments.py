@@ -18,18 +18,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.functions import renumbered
+from attn_core.call.functions import Function, renumbered
 from attn_core.call.kinds import check_int32
 from attn_core.call.options import check_flag, normalise_window
+from attn_core.call.seq_info import SeqInfoLike
+from attn_core.call.tensors import Array
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions import functions
 from attn_core.expressions.building import build
-from attn_core.expressions.symbols import place_of
+from attn_core.expressions.symbols import Array as SymbolicArray
+from attn_core.expressions.symbols import Symbol, place_of
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, nodes
 
 TRACED = "traced"
 """A distance whose value is in an array."""
+Sides = tuple[int | str | None, int | str | None]
+"""The distances of a window, each a number, TRACED or None."""
 
 
 class Segments(NamedTuple):
@@ -67,7 +72,7 @@ def without_segments(
     segments: Segments,
     visible: Visible,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    others: Mapping[str, Any],
+    others: Mapping[str, object],
     tracer: Callable[..., TracedFunction] = trace_mask,
     *,
     traced_window: bool = False,
@@ -119,7 +124,9 @@ def without_segments(
     return Visible(causal, window, joined, aux)
 
 
-def as_plain(scores: Scores, segments: Segments, rows: tuple[Any, Any], seq_info: Any, alibi_slopes: Any) -> Scores:
+def as_plain(
+    scores: Scores, segments: Segments, rows: tuple[object, object], seq_info: SeqInfoLike, alibi_slopes: Array | None
+) -> Scores:
     """Returns the arguments of the same call without segments, and without traced windows and scales.
 
     Args:
@@ -139,7 +146,9 @@ def as_plain(scores: Scores, segments: Segments, rows: tuple[Any, Any], seq_info
     return scores
 
 
-def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _checked(
+    segments: Segments, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Returns the pairs of ids and of positions, () for a pair that the call lacks."""
     pairs: list[tuple[Any, ...]] = []
     for what in ("segment_ids", "positions"):
@@ -166,7 +175,7 @@ def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[An
     return pairs[0], pairs[1]
 
 
-def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
+def _check(name: str, array: object, expected: tuple[int, ...]) -> None:
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"{name}: expected an int32 array [batch, length], got {type(array).__name__}")
     if tuple(array.shape) != tuple(expected):
@@ -174,7 +183,7 @@ def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
     check_int32(name, array.dtype)
 
 
-def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
+def function_of(has_ids: bool, band: Sides, counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
     """Returns the expression of equal ids and of a band of positions; cached.
 
     Args:
@@ -187,19 +196,19 @@ def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers
 
 
 @lru_cache(maxsize=256)
-def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
+def _function_of(has_ids: bool, band: Sides, counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
     """``function_of``: numbers its arrays from 0 while it is traced, then as in the call."""
     at = 2 if has_ids else 0  # of the positions of queries; those of keys come next
     scalars = band.count(TRACED)
 
-    def same_segment(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def same_segment(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: SymbolicArray) -> Symbol:
         return aux[0][b, q] == aux[1][b, k]
 
-    def not_before(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def not_before(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: SymbolicArray) -> Symbol:
         left = _of_sides(band, aux[at + 2 :])[0]
         return aux[at + 1][b, k] >= aux[at][b, q] - (left - 1 if counts_keys else left)
 
-    def not_after(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def not_after(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: SymbolicArray) -> Symbol:
         return aux[at + 1][b, k] <= aux[at][b, q] + _of_sides(band, aux[at + 2 :])[1]
 
     masks = [same_segment] if has_ids else []
@@ -210,13 +219,13 @@ def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, number
     return renumbered(tree, dict(enumerate(numbers)))
 
 
-def is_traced(window: Any, scale: Any) -> bool:
+def is_traced(window: object, scale: object) -> bool:
     """Returns whether the scale or a distance of the window is an array, so that its value may not be known here."""
     distances = window if isinstance(window, (tuple, list)) else (window,)
     return any(_is_array(each) for each in (scale, *distances))
 
 
-def _without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> Scores:
+def _without_traced(scores: Scores, lengths: tuple[int, int], seq_info: SeqInfoLike) -> Scores:
     """Returns the arguments of the same call in which neither window nor scale is an array.
 
     With documents a window counts in each, which a function of the whole row cannot.
@@ -243,7 +252,7 @@ def _without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> 
     return Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
 
 
-def _traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list[Any]]:
+def _traced_sides(window: Any, causal: object) -> tuple[Sides, bool, list[Any]]:
     """Returns the distances of a window (each an int, None or ``TRACED``), whether the left one counts keys, self
     included, and the arrays of the traced ones, in order.
     """
@@ -260,18 +269,18 @@ def _traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list
     return (left, right), counts_keys, arrays
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, np.ndarray))
 
 
-def _check_scalar(name: str, array: Any, kind: str) -> None:
+def _check_scalar(name: str, array: Array, kind: str) -> None:
     if tuple(array.shape) != ():
         raise ShapeError(f"{name}: expected a number, an array without axes, got shape {list(array.shape)}")
     if kind not in str(array.dtype):
         raise DTypeError(f"{name}: expected dtype {kind}, got {array.dtype}")
 
 
-def _fixed(name: str, side: Any) -> int | str | None:
+def _fixed(name: str, side: object) -> int | str | None:
     """Returns a distance that is known, None without a limit, or "traced"."""
     if side is None or _is_array(side):
         return None if side is None else TRACED
@@ -281,10 +290,10 @@ def _fixed(name: str, side: Any) -> int | str | None:
 
 
 @lru_cache(maxsize=256)
-def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tuple[int, ...]) -> Expression:
+def _banded(sides: Sides, counts_keys: bool, offset: int, numbers: tuple[int, ...]) -> Expression:
     """Returns the expression of a window. counts_keys: whether the left number counts keys, self included."""
 
-    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def mask(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Symbol) -> Symbol:
         left, right = _of_sides(sides, aux)
         shown: Any = True
         if left is not None:
@@ -298,7 +307,7 @@ def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tup
     return renumbered(tree, dict(enumerate(numbers)))
 
 
-def _of_sides(sides: tuple[Any, Any], aux: Sequence[Any]) -> list[Any]:
+def _of_sides(sides: Sides, aux: Sequence[Any]) -> list[Any]:
     """Returns the two distances, those of ``TRACED`` from the arrays of a function, in order."""
     arrays = iter(aux)
     return [next(arrays) if side == TRACED else side for side in sides]
@@ -308,7 +317,7 @@ def _of_sides(sides: tuple[Any, Any], aux: Sequence[Any]) -> list[Any]:
 def _scaled(cap: float | None, number: int) -> Expression:
     """Returns the expression of a score times a number in an array, then softcapped."""
 
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, factor: Any) -> Any:
+    def score_mod(score: Symbol, b: Symbol, h: Symbol, q: Symbol, k: Symbol, factor: Symbol) -> Symbol:
         scaled = score * factor
         return scaled if cap is None else functions.softcap(cap)(scaled, b, h, q, k)
 
@@ -317,9 +326,9 @@ def _scaled(cap: float | None, number: int) -> Expression:
 
 
 def _joined(
-    function: Any,
-    aux: Any,
-    arrays: Sequence[Any],
+    function: Function | None,
+    aux: object,
+    arrays: Sequence[object],
     tree_of: Callable[[tuple[int, ...]], Expression],
     tracer: Callable[..., TracedFunction],
     join: Callable[[Expression, Expression], Expression],

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from attn_core.call.hints import remedy_of
 from attn_core.call.kinds import MOST, is_host_int, must_be_static
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+
+T = TypeVar("T")
 
 
 # Without __eq__, because comparing the offsets gives an array, or waits for the device.
@@ -41,7 +43,7 @@ class SeqInfo:
     max_len_k: int
     _converted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def converted(self, place: Any, convert: Callable[[SeqInfo], Any]) -> Any:
+    def converted(self, place: Hashable, convert: Callable[[SeqInfo], T]) -> T:
         """Returns ``convert(self)``, cached per place (e.g. a device).
 
         Only for arrays that cannot change: a frontend uses it for numpy arrays, which are private copies.
@@ -50,7 +52,7 @@ class SeqInfo:
             self._converted[place] = convert(self)
         return self._converted[place]
 
-    def known_conversion(self, place: Any) -> Any:
+    def known_conversion(self, place: Hashable) -> Any:
         """Returns what ``converted`` cached for a place, or None."""
         return self._converted.get(place)
 
@@ -104,7 +106,7 @@ class SeqInfo:
         lengths_q: Iterable[int],
         lengths_k: Iterable[int] | None = None,
         *,
-        array: Callable[[np.ndarray], Any] | None = None,
+        array: Callable[[np.ndarray], object] | None = None,
         max_len: int | tuple[int, int] | None = None,
         max_documents: int | None = None,
     ) -> SeqInfo:
@@ -144,7 +146,7 @@ class SeqInfo:
         return cls(offsets, offsets if keys is queries else array(keys), max_len_q, max_len_k)
 
     @classmethod
-    def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
+    def unchecked(cls, cu_seqlens_q: object, cu_seqlens_k: object, max_len_q: object, max_len_k: object) -> SeqInfo:
         """Builds a SeqInfo without checks, for frameworks that rebuild trees from placeholders instead of arrays."""
         # Not by __init__, whose checks refuse placeholders.
         info = object.__new__(cls)
@@ -159,7 +161,7 @@ class SeqInfo:
         return info
 
     @classmethod
-    def coerce(cls, value: Any) -> SeqInfo | None:
+    def coerce(cls, value: object) -> SeqInfo | None:
         """Returns a SeqInfo from one, or from the triple ``(seq_lens, cu_seqlens, max_seqlen)`` of self-attention.
 
         Returns None for None. Raises SpecError for anything else.
@@ -182,7 +184,11 @@ class SeqInfo:
         )
 
 
-def _refuse_lengths(value: Any) -> None:
+SeqInfoLike = SeqInfo | tuple[object, object, int] | None
+"""The argument ``seq_info``: documents, or the triple ``(seq_lens, cu_seqlens, max_seqlen)``."""
+
+
+def _refuse_lengths(value: object) -> None:
     """Raises SpecError for a list or tuple of ints, which are lengths of documents by mistake, never the triple."""
     if isinstance(value, (tuple, list)) and value and all(is_host_int(item) for item in value):
         shown = str(list(map(int, value[:6])))[:-1] + (", ...]" if len(value) > 6 else "]")
@@ -218,7 +224,7 @@ def _is_length(length: Any) -> bool:
         return False
 
 
-def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, int]:
+def _longest(queries: np.ndarray, keys: np.ndarray, max_len: int | tuple[int, int] | None) -> tuple[int, int]:
     """Returns the longest documents of queries and keys, or the caller's limits, which may be one number for both."""
     longest = tuple(int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
     if max_len is None:
@@ -234,7 +240,7 @@ def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, 
     return int(limits[0]), int(limits[1])
 
 
-def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
+def _with_documents(offsets: np.ndarray, count: int) -> np.ndarray:
     """Appends documents without tokens until there are ``count`` documents."""
     missing = count - (len(offsets) - 1) if is_host_int(count) else -1
     if missing < 0:

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.functions import check_functions
@@ -102,14 +101,14 @@ def describe(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype
     return f"{paged.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
 
 
-def describe_pages(spec: Any) -> str | None:
+def describe_pages(spec: AttentionSpec) -> str | None:
     """Returns how the pool of an ``AttentionSpec`` stores numbers, and the bytes of a token; None without pages."""
     if spec.paged is None:
         return None
     return describe(spec.paged, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)
 
 
-def check_paged(spec: Any, paged: PagedKV) -> None:
+def check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
     """Raises SpecError for an ``AttentionSpec`` with pages and an option that calls on pages cannot have."""
     # New queries are the last tokens of their sequence, so their diagonal ends at the last key.
     if not spec.packed or spec.alignment != "bottom_right" or spec.kv_len != paged.capacity:
@@ -128,7 +127,7 @@ def check_paged(spec: Any, paged: PagedKV) -> None:
         raise SpecError(f"dropout={spec.dropout}: expected 0, because keys and values in pages have no backward")
 
 
-def _check_quantised(spec: Any, paged: PagedKV) -> None:
+def _check_quantised(spec: AttentionSpec, paged: PagedKV) -> None:
     if spec.dtype == "float64":  # scales and products are float32
         raise DTypeError(f"q: expected bfloat16, float16 or float32 with {paged.dtype} pages, got float64; cast it")
     for name in ("head_dim", "value_dim"):
@@ -382,7 +381,7 @@ def _check_choices(spec: AttentionSpec) -> Options:
     return options
 
 
-def _check_invariant(spec: Any) -> None:
+def _check_invariant(spec: AttentionSpec) -> None:
     """Raises SpecError for the first property of a spec with ``invariant`` that makes it impossible."""
     # Key ranges say themselves what a query sees.
     is_prefix = spec.invariant == "prefix" and spec.key_ranges_shape is None
@@ -399,7 +398,7 @@ def _check_invariant(spec: Any) -> None:
             raise SpecError(f"invariant={spec.invariant!r}: expected no {what.removeprefix('a ')}, because {why}")
 
 
-def _check_field_types(spec: Any) -> None:
+def _check_field_types(spec: AttentionSpec) -> None:
     """Checks the types of the fields that ``check_options`` does not check."""
     for name in ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
         if not is_size(getattr(spec, name)):
@@ -422,7 +421,7 @@ def _check_field_types(spec: Any) -> None:
         check_kind("paged", spec.paged, PagedKV, "a PagedKV, or None")
 
 
-def _check_tables(spec: Any) -> None:
+def _check_tables(spec: AttentionSpec) -> None:
     """Raises ShapeError, naming the table, unless the shapes of an ``AttentionSpec``'s tables fit its sizes."""
     full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
     for name in ("mask", "bias"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from attn_core.errors import DTypeError
 
@@ -37,12 +37,15 @@ class Array(Protocol):
     def __ge__(self, other: Any, /) -> Self: ...
 
 
+A = TypeVar("A", bound=Array)
+
+
 def dtype_name(array: Array) -> str:
     """Returns the name of an array's dtype, such as "bfloat16", for torch tensors as for JAX arrays."""
     return str(array.dtype).removeprefix("torch.")
 
 
-def mask_or_bias(name: str, table: Any) -> tuple[Any, Any]:
+def mask_or_bias(name: str, table: A) -> tuple[A | None, A | None]:
     """Returns a host's mask as (mask, bias): bools say what is visible, floats are added. The other one is None.
 
     Raises:

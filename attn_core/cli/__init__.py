@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from attn_core.errors import MissingExtraError, needs_extra
 
@@ -54,7 +53,7 @@ def insistent_ctrl_c() -> Iterator[None]:
     raised: list[weakref.ref[_CtrlC]] = []
     ended = threading.Event()
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: object) -> None:
         error = _CtrlC()
         raised.append(weakref.ref(error))
         if len(raised) == 1:

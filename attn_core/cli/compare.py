@@ -118,7 +118,7 @@ class Row:
             return self.failed
         return self.accuracy.worst == float("inf") if self.approximate else not self.accuracy.ok
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Returns the row as plain data."""
         result: dict[str, Any] = {"backend": self.backend, "framework": self.framework, "reasons": list(self.reasons)}
         if self.accuracy is not None:

@@ -6,13 +6,18 @@ import platform
 import re
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attn_core.backends.support import STARTS, kind_of
 from attn_core.errors import SpecError
 from attn_core.selection import tables
 from attn_core.selection.columns import NO_BREAK, wrapped
 from attn_core.selection.target import jax_device_name
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
 
 FRAMEWORKS = ("torch", "jax")
 
@@ -86,14 +91,14 @@ def _jax_accelerators() -> list[str]:
     return [jax_device_name(device) for device in jax.devices() if device.platform != "cpu"]
 
 
-def torch_device(name: str) -> Any:
+def torch_device(name: str) -> torch.device:
     """Returns the ``torch.device`` of a device as a Target names it. torch says "cuda" for AMD's GPUs, too."""
     import torch
 
     return torch.device("cuda" if kind_of(name) in STARTS else name)
 
 
-def jax_device(name: str) -> Any:
+def jax_device(name: str) -> jax.Device:
     """Returns JAX's first device that a Target names so. Raises StopIteration if there is none."""
     import jax
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -127,7 +127,7 @@ class Findings:
         names = [row.backend for row in self.right if row.framework == framework and row.device == device]
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Returns everything as plain data."""
         plain = asdict(replace(self, checks=[], faults=()))
         del plain["errors"], plain["machine"]["packages"]

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -79,7 +79,9 @@ def _shares(seen: np.ndarray, block: int) -> np.ndarray:
     return counts / np.outer(heights, widths)
 
 
-def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any], path: Path) -> bytes:
+def _picture(
+    seen: np.ndarray, spec: AttentionSpec, offsets: tuple[np.ndarray | None, np.ndarray | None], path: Path
+) -> bytes:
     """Returns the picture in the format that the file's ending names, PNG if it has none."""
     try:
         # Figure instead of pyplot, which may look for a display.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.devices import jax_device
 from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, is_plain, keywords_of
+
+if TYPE_CHECKING:
+    import jax
+
 
 OWN = {"jax.nn": "xla", "jax.nn cudnn": "cudnn"}
 """The names under which jax.nn.dot_product_attention is timed, each with its implementation."""
@@ -36,7 +40,7 @@ def run(trial: Trial, backend: str, device: str = "cpu") -> Arrays:
 
 
 @lru_cache(maxsize=128)  # so that the calls of one structure compile once
-def _program(spec: AttentionSpec, seq_info: SeqInfo | None, name: str) -> Any:
+def _program(spec: AttentionSpec, seq_info: SeqInfo | None, name: str) -> Callable[..., dict[str, jax.Array]]:
     """Returns a jitted function that runs a backend, or JAX's own function by a name of OWN.
 
     It takes the arrays without gradients, those with, the cotangents, and the offsets of documents as fields of
@@ -48,10 +52,15 @@ def _program(spec: AttentionSpec, seq_info: SeqInfo | None, name: str) -> Any:
 
     attend: Any = attention if spec.paged is None else paged_attention
 
-    def call(constants: dict[str, Any], learned: dict[str, Any], cotangents: Any, offsets: Any) -> dict[str, Any]:
+    def call(
+        constants: dict[str, jax.Array | None],
+        learned: dict[str, jax.Array],
+        cotangents: tuple[jax.Array, ...],
+        offsets: Mapping[str, Any],
+    ) -> dict[str, jax.Array]:
         info = seq_info if seq_info is None else replace(seq_info, **offsets)
 
-        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
+        def forward(learned: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
             arrays = as_keywords(learned | constants)
             if name in OWN:
                 return (_jax_nn(spec, OWN[name], arrays),)
@@ -75,7 +84,7 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
         names = () if info is None else ("cu_seqlens_q", "cu_seqlens_k")
         offsets = {name: jnp.asarray(getattr(info, name)) for name in names}
 
-        def call(name: str) -> tuple[Any, ...]:
+        def call(name: str) -> tuple[jax.Array, ...]:
             named = _program(trial.spec, info, name)(*arrays, cotangents, offsets)
             results = tuple(result for each, result in named.items() if each != "lse")
             return jax.block_until_ready(results) if device == "cpu" else results  # type: ignore[no-any-return]
@@ -93,7 +102,7 @@ def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     return ("jax.nn",) if device == "cpu" else tuple(OWN)
 
 
-def _jax_nn(spec: AttentionSpec, implementation: str, arrays: dict[str, Any]) -> Any:
+def _jax_nn(spec: AttentionSpec, implementation: str, arrays: dict[str, Any]) -> jax.Array:
     """Runs jax.nn's own attention, as a program without this package would call it."""
     import jax
 
@@ -116,8 +125,10 @@ def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def results_of(
-    forward: Callable[[dict[str, Any]], tuple[Any, ...]], learned: dict[str, Any], cotangents: tuple[Any, ...]
-) -> dict[str, Any]:
+    forward: Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]],
+    learned: dict[str, jax.Array],
+    cotangents: tuple[jax.Array, ...],
+) -> dict[str, jax.Array]:
     """Returns the results of a function by name, and the gradients of the learned inputs."""
     import jax
 
@@ -128,7 +139,7 @@ def results_of(
     return dict(zip(("out", "lse"), results)) | {f"d{name}": gradient for name, gradient in gradients.items()}
 
 
-def cotangents_of(trial: Trial) -> tuple[Any, ...]:
+def cotangents_of(trial: Trial) -> tuple[jax.Array, ...]:
     """Returns the gradient of the output, and that of the log-sum-exp if there is one."""
     import jax.numpy as jnp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_core.call.functions import AUX
 from attn_core.call.masks import band
@@ -13,6 +13,11 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.devices import torch_device
 from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, is_plain, keywords_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 SDPA = "F.sdpa"
 """The name under which torch's own F.scaled_dot_product_attention is timed."""
@@ -32,13 +37,13 @@ def run(trial: Trial, backend: str, device: str = "cpu", shifted: bool = False) 
     return {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
 
 
-def _shifted(tensor: Any) -> Any:
+def _shifted(tensor: Tensor) -> Tensor:
     room = tensor.new_empty(tensor.numel() + 1)
     room[1:] = tensor.detach().flatten()
     return room[1:].view(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
-def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:
+def tensors_of(trial: Trial, where: torch.device) -> dict[str, Any]:
     """Returns the tensor arguments of ``attention`` on a torch device; None for an absent one."""
     tensors = {name: _tensor(trial, name, where) for name in arrays_of_call(trial)}
     for name in trial.learned:
@@ -46,7 +51,7 @@ def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:
     return as_keywords(tensors)
 
 
-def cotangents_of(trial: Trial, where: Any) -> list[Any]:
+def cotangents_of(trial: Trial, where: torch.device) -> list[Tensor]:
     """Returns the gradient of the output, and that of the log-sum-exp if there is one."""
     import torch
 
@@ -57,7 +62,7 @@ def cotangents_of(trial: Trial, where: Any) -> list[Any]:
     return cotangents
 
 
-def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents: list[Any]) -> dict[str, Any]:
+def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
     """Returns an output of ``attention`` and the gradients of the learned inputs by name."""
     import torch
 
@@ -71,7 +76,7 @@ def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents
     return named
 
 
-def _tensor(trial: Trial, name: str, where: Any) -> Any:
+def _tensor(trial: Trial, name: str, where: torch.device) -> Any:
     import torch
 
     if (array := getattr(trial.inputs, name)) is None:
@@ -96,14 +101,14 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
         keywords["seq_info"] = replace(info, cu_seqlens_q=q, cu_seqlens_k=k)
     sdpa = _sdpa(trial.spec, tensors)
 
-    def call(name: str) -> tuple[Any, ...]:
+    def call(name: str) -> tuple[Tensor, ...]:
         output = sdpa() if name == SDPA else attention(**keywords, backend=name)
         results = output if isinstance(output, tuple) else (output,)
         if not learned:
             return results[:1]
         return (results[0].detach(), *torch.autograd.grad(results[: len(cotangents)], learned, cotangents))
 
-    def wait(results: Any) -> None:
+    def wait(results: object) -> None:
         getattr(torch, where.type).synchronize()
 
     yield Calls(call, None if where.type in ("cpu", "cuda") else wait, cuda_events=where.type == "cuda")
@@ -123,7 +128,7 @@ def _sees_all(spec: AttentionSpec) -> bool:
     return band(spec).hides_nothing(spec.q_len, spec.kv_len)
 
 
-def _sdpa(spec: AttentionSpec, tensors: dict[str, Any]) -> Callable[[], Any]:
+def _sdpa(spec: AttentionSpec, tensors: dict[str, Any]) -> Callable[[], Tensor]:
     """Returns a call of torch's own attention, as a program without this package would make it."""
     import torch.nn.functional as F
 
@@ -131,7 +136,7 @@ def _sdpa(spec: AttentionSpec, tensors: dict[str, Any]) -> Callable[[], Any]:
     options: dict[str, Any] = {"attn_mask": dense, "is_causal": not _sees_all(spec), "scale": spec.scale}
     options["enable_gqa"] = spec.group_size > 1
 
-    def sdpa() -> Any:
+    def sdpa() -> Tensor:
         heads_first = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
         return F.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
 

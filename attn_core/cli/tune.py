@@ -188,7 +188,9 @@ def grid(device: str) -> list[tuple[AttentionSpec, tuple[int, ...] | None]]:
     return [calls[place * step % len(calls)] for place in range(len(calls))]
 
 
-def _call(device: str, batch: int, tokens: int, variant: dict[str, Any]) -> tuple[AttentionSpec, Any]:
+def _call(
+    device: str, batch: int, tokens: int, variant: dict[str, Any]
+) -> tuple[AttentionSpec, tuple[int, ...] | None]:
     """Returns the spec of a measured call, and the lengths of its documents, None for a dense one.
 
     Args:
@@ -359,7 +361,7 @@ def _report(choices: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join([*lines, "\nThe time of the chosen backend over that of the fastest.\n"])
 
 
-def _table(cases: list[Case], target: Target, models: Models, held_out: dict[str, Any]) -> dict[str, Any]:
+def _table(cases: list[Case], target: Target, models: Models, held_out: object) -> dict[str, object]:
     """Returns the content of the file, in the format of the package's tables."""
     return {
         "format": tables.FORMAT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.kinds import check_kind
@@ -145,7 +144,7 @@ def check_spec(spec: AttentionSpec, bands: Bands = None) -> None:
     check_supported(spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.dropout)
 
 
-def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> None:
+def check_supported(mask: object, bias: object, alibi_slopes: object, dropout: object) -> None:
     """Raises SpecError for a mask, a bias or slopes, and for dropout that is not 0."""
     for name, value in (("mask", mask), ("bias", bias), ("alibi_slopes", alibi_slopes)):
         if value is not None:

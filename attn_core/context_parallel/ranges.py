@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from attn_core.call.key_ranges import check_shape, check_values, within_band
 from attn_core.call.kinds import check_int32
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Array
 from attn_core.context_parallel.bands import BandedSegment, Segment, VisibleBand, join
 from attn_core.context_parallel.layout import Run
 from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
@@ -88,7 +88,7 @@ def _is_plain(tile: Tile) -> bool:
     return tile.left is None and tile.right in (None, 0)
 
 
-def bands_of_row(key_ranges: Any, spec: AttentionSpec) -> Bands:
+def bands_of_row(key_ranges: Array, spec: AttentionSpec) -> Bands:
     """Returns the bands of a row that is spread over ranks.
 
     Args:

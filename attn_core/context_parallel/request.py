@@ -15,7 +15,7 @@ from attn_core.backends.shared.caches import from_records
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.kinds import is_host_int
 from attn_core.call.options import Options
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, build_call, plan_spec
 from attn_core.context_parallel.choose import Choice, Explanation, check_strategy, choose, choose_layout
@@ -69,13 +69,13 @@ def build_request(
     *,
     strategy: str | None,
     layout: str | None,
-    length: Any,
+    length: int | Sequence[int] | None,
     head_groups: int | None,
     documents: Documents,
     options: Options,
     axes: tuple[str, ...],
     sizes: AxisSizes,
-    device: Any,
+    device: object,
     needs_backward: bool,
     requested: tuple[str, ...] | None,
     shards_each: int = 1,
@@ -138,7 +138,9 @@ def build_request(
     )
 
 
-def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], world: int) -> tuple[int, int]:
+def row_lengths(
+    length: int | Sequence[int] | None, documents: Documents, shards: tuple[int, int], world: int
+) -> tuple[int, int]:
     """Returns the lengths (of q, of k) of the whole row.
 
     Args:
@@ -160,7 +162,7 @@ def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], worl
     return pair[0], pair[1]
 
 
-def document_offsets(seq_info: Any, off_host: Callable[[Any], str | None]) -> Documents:
+def document_offsets(seq_info: SeqInfoLike, off_host: Callable[[Any], str | None]) -> Documents:
     """Returns the offsets of a row's packed documents as plain numbers.
 
     Args:

@@ -21,9 +21,9 @@ to 1. In other rows whose logits have lost all digits of the weights, 8 e A >= 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,10 @@ from attn_core.correctness.reference import (
 from attn_core.errors import ShapeError, SpecError
 from attn_core.expressions.derivatives import rounding
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 
 __all__ = ["Accuracy", "Expected", "MaskProbe", "Quantity", "check", "expect", "mask_probe"]
 
@@ -104,7 +108,7 @@ class Expected:
     truth: dict[str, Array]
     bound: dict[str, Array]
 
-    def judge(self, *, out: Any, lse: Any = None, gradients: Gradients | None = None) -> Accuracy:
+    def judge(self, *, out: ArrayLike, lse: ArrayLike | None = None, gradients: Gradients | None = None) -> Accuracy:
         """Compares results with the expected ones. Arrays are anything that numpy casts to float64.
 
         Args:
@@ -121,7 +125,7 @@ class Expected:
             results |= {name: result for name, result in gradients._asdict().items() if name in self.truth}
         return self.compare(results)
 
-    def compare(self, results: dict[str, Any]) -> Accuracy:
+    def compare(self, results: Mapping[str, ArrayLike]) -> Accuracy:
         """Compares results, by their names in ``truth``, with the expected ones.
 
         Raises:
@@ -129,7 +133,7 @@ class Expected:
         """
         return Accuracy(tuple(self._compare(name, result) for name, result in results.items()))
 
-    def _compare(self, name: str, result: Any) -> Quantity:
+    def _compare(self, name: str, result: ArrayLike | None) -> Quantity:
         """Returns the largest error of a result, and the largest share of its bound that an error uses."""
         truth, bound = self.truth[name], self.bound[name]
         if result is None or np.shape(result) != truth.shape:
@@ -150,11 +154,11 @@ def check(
     spec: AttentionSpec,
     inputs: Inputs,
     *,
-    out: Any,
-    lse: Any = None,
+    out: ArrayLike,
+    lse: ArrayLike | None = None,
     gradients: Gradients | None = None,
-    dout: Any = None,
-    dlse: Any = None,
+    dout: ArrayLike | None = None,
+    dlse: ArrayLike | None = None,
 ) -> Accuracy:
     """Compares one call's results with the reference on the same inputs. All arrays are cast to float64 by numpy.
 
@@ -163,7 +167,9 @@ def check(
     return expect(spec, inputs, dout=dout, dlse=dlse).judge(out=out, lse=lse, gradients=gradients)
 
 
-def expect(spec: AttentionSpec, inputs: Inputs, *, dout: Any = None, dlse: Any = None) -> Expected:
+def expect(
+    spec: AttentionSpec, inputs: Inputs, *, dout: ArrayLike | None = None, dlse: ArrayLike | None = None
+) -> Expected:
     """Returns the reference's results and bounds for one call, with gradients if dout is not None."""
     out, lse = reference.forward(spec, inputs)
     with np.errstate(all="ignore"):
@@ -296,9 +302,9 @@ def gradient_bounds(
     call: Softmax,
     sizes: Magnitudes,
     truth: dict[str, Array],
-    dout: Any,
-    dlse: Any,
-    aux: Sequence[Any] = (),
+    dout: ArrayLike,
+    dlse: ArrayLike | None,
+    aux: Sequence[ArrayLike] = (),
 ) -> dict[str, Array]:
     """Returns the error bounds of the gradients that are in ``truth``, in their shapes.
 
@@ -338,7 +344,7 @@ class _Sum(NamedTuple):
 
 
 def _sums(
-    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array, aux: Sequence[Any]
+    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array, aux: Sequence[ArrayLike]
 ) -> dict[str, _Sum]:
     """Returns the sums of each gradient by name. dout and dlse are magnitudes, heads first."""
     weights, terms = sizes.weights * call.factors, np.where(call.seen, 1.0, 0.0)
@@ -366,7 +372,7 @@ def _sums(
 
 
 def _aux_sums(
-    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum, aux: Sequence[Any]
+    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum, aux: Sequence[ArrayLike]
 ) -> dict[str, _Sum]:
     """Carries sums for the logits over to the score function's arrays, as ``_dscores`` does to the scores."""
     zeros = {number: np.zeros(spec.aux[number].shape) for number in spec.aux_gradients}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,8 +16,11 @@ from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import named, scored
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Array, Inputs
 from attn_core.errors import ShapeError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,7 @@ class MaskProbe:
             shape = values.shape if spec.packed else (spec.batch, *values.shape)
             yield self.shared._replace(v=np.ascontiguousarray(np.broadcast_to(values, shape)))
 
-    def visible_pairs(self, outs: Iterable[Any]) -> np.ndarray:
+    def visible_pairs(self, outs: Iterable[ArrayLike]) -> np.ndarray:
         """Returns the mask that a backend applied, in the shape of ``expected``.
 
         Args:
@@ -82,7 +85,7 @@ class MaskProbe:
         pairs = channels.reshape(spec.batch, spec.q_len, spec.num_heads, spec.kv_len, spec.num_kv_heads)
         return pairs.transpose(0, 2, 1, 4, 3)
 
-    def differences(self, outs: Iterable[Any]) -> list[str]:
+    def differences(self, outs: Iterable[ArrayLike]) -> list[str]:
         """Returns a sentence for each pair on which the backend's mask differs from the spec's; empty if none does.
 
         Args and errors are the same as for ``visible_pairs``.
@@ -98,12 +101,12 @@ class MaskProbe:
 def mask_probe(
     spec: AttentionSpec,
     *,
-    mask: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
     rng: Any = None,
-    key_ranges: Any = None,
-    aux: Sequence[Any] = (),
+    key_ranges: Array | None = None,
+    aux: Sequence[Array] = (),
 ) -> MaskProbe:
     """Builds the mask probe of a spec.
 

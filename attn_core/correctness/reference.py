@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
 from attn_core.paged.quantised import dequantised
 from attn_core.paged.tables import slots_of
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 
 Array = np.ndarray
 
@@ -84,7 +88,9 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
     return from_heads_first(spec, out), call.lse.reshape(spec.lse_shape)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: ArrayLike, lse: ArrayLike, dout: ArrayLike, dlse: ArrayLike | None = None
+) -> Gradients:
     """Returns the gradients of a call from its forward's ``out`` and ``lse``, float64, each in its input's shape.
 
     ``dout`` is the gradient of ``out``; ``dlse`` is the gradient of ``lse``, or None if nothing depends on ``lse``. The
@@ -187,7 +193,7 @@ def sum_over(weights: Array, seen: Array, values: Array) -> Array:
     return total if finite.all() else np.where(seen.astype(np.float64) @ ~finite > 0, np.nan, total)
 
 
-def heads_first(spec: AttentionSpec, tensor: Any) -> Array:
+def heads_first(spec: AttentionSpec, tensor: ArrayLike) -> Array:
     """Returns ``[batch, length, heads, dim]`` or packed ``[tokens, heads, dim]`` as ``[batch, heads, length, dim]``."""
     array = np.asarray(tensor, np.float64)
     return (array[None] if spec.packed else array).swapaxes(1, 2)
@@ -199,7 +205,7 @@ def from_heads_first(spec: AttentionSpec, array: Array) -> Array:
     return array[0] if spec.packed else array
 
 
-def per_row(spec: AttentionSpec, lse: Any) -> Array:
+def per_row(spec: AttentionSpec, lse: ArrayLike | None) -> Array:
     """Returns a log-sum-exp or its gradient as float64 ``[batch, heads, q_len]``; zeros for None."""
     shape = (spec.batch, spec.num_heads, spec.q_len)
     return np.zeros(shape) if lse is None else np.asarray(lse, np.float64).reshape(shape)
@@ -290,7 +296,7 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, **tables)
 
 
-def _slopes_as_bias(spec: AttentionSpec, slopes: Any, cu_q: Any, cu_k: Any) -> Array:
+def _slopes_as_bias(spec: AttentionSpec, slopes: Array, cu_q: Array, cu_k: Array) -> Array:
     """Returns ``-slope * |i + N - n - j|`` within each sequence, ``[1, heads, tokens, kv_tokens]``; 0 elsewhere."""
     bias = np.zeros((1, spec.num_heads, spec.q_len, spec.kv_len))
     for of_sequence, (q0, q1), (k0, k1) in zip(slopes, pairwise(cu_q), pairwise(cu_k)):

@@ -21,7 +21,7 @@ from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.tensors import dtype_name, mask_or_bias
+from attn_core.call.tensors import Array, dtype_name, mask_or_bias
 from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS, FLASH_PACKAGES, distances
 from attn_core.errors import ShapeError, SpecError, shown
 
@@ -110,7 +110,9 @@ def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*FAMILIES[word], *backends.usual_order(framework, kind))))
 
 
-def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:
+def check_sizes(
+    config: AttentionConfig, context: AttentionContext, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> None:
     """Raises ShapeError if the sizes in config and context differ from those of ``Q``, ``K``, ``V``.
 
     q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
@@ -241,7 +243,7 @@ class Option:
     value: Any = None
     where: str = ""
 
-    def state(self, value: Any, where: str) -> None:
+    def state(self, value: object, where: str) -> None:
         """Sets the value. Raises SpecError if another place states another value."""
         # The host would take the value of one branch, so which one counts would depend on the machine.
         if self.where and not _same(self.value, value):
@@ -252,7 +254,7 @@ class Option:
         self.value, self.where = value, where
 
 
-def bag_of(config: Any, name: str) -> Mapping[str, Any]:
+def bag_of(config: object, name: str) -> Mapping[str, Any]:
     """Returns a bag of the config, empty if it is None. Raises SpecError if it is no mapping."""
     bag = getattr(config, name)
     if bag is None:
@@ -262,7 +264,7 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
     return bag
 
 
-def read_options(config: Any, branch: str) -> dict[str, Option]:
+def read_options(config: object, branch: str) -> dict[str, Option]:
     """Returns every option by our name, with its value if a bag of the config states one.
 
     Dropout counts in the bag of the host's branch alone, where a missing one is 0: hosts drop weights in some branches
@@ -287,7 +289,7 @@ def read_options(config: Any, branch: str) -> dict[str, Option]:
     return stated
 
 
-def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:
+def state_mask(stated: dict[str, Option], value: object, where: str) -> None:
     """Records a mask under "mask"; xformers' under "blocks", or its type under "triangle" if it means causal alone."""
     meaning: Any = MASKS.get(type(value).__name__)
     if not isinstance(meaning, Meaning) or meaning.bias or not (meaning.causal or meaning.documents):
@@ -298,7 +300,7 @@ def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:
         stated["triangle"].state(type(value), where)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if one is other:
         return True
     if hasattr(one, "shape") or hasattr(other, "shape"):
@@ -316,7 +318,7 @@ class BlockMask(NamedTuple):
     documents: SeqInfo | None
 
 
-def read_block_mask(mask: Any, where: str, context: AttentionContext) -> BlockMask:
+def read_block_mask(mask: object, where: str, context: AttentionContext) -> BlockMask:
     """Reads documents, causal and window from one of xformers' masks, by class name and attributes.
 
     Blocks that are just the rows of the batch define no documents: Unsloth's Mistral passes its window that way.
@@ -414,7 +416,7 @@ def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     return tuple(items)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> Any:
     """Returns the type of an option, or of a tuple's items: 3.0 and 3 are equal as keys, and so are pairs of them."""
     return tuple(map(type, value)) if type(value) is tuple else type(value)
 
@@ -565,7 +567,7 @@ def _check_mask(request: UnslothRequest, context: AttentionContext) -> None:
 PREFIX = "context.prefix_seg_info"
 
 
-def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, attention_mask: Any) -> Any:
+def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: object, attention_mask: object) -> Any:
     """Returns ``kwargs["prefix_seg_info"]``, or None.
 
     Raises:
@@ -711,10 +713,10 @@ class HostCall(NamedTuple):
 def prepare(
     framework: str,
     device: str,
-    check: Callable[[str, Any], None],
+    check: Callable[[str, Any], object],
     config: AttentionConfig,
     context: AttentionContext,
-    operands: tuple[Any, Any, Any],
+    operands: tuple[Array, Array, Array],
 ) -> HostCall:
     """Returns the call of Q, K and V, ``[bsz, heads, len, dim]``.
 

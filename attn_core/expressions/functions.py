@@ -16,7 +16,7 @@ from attn_core.expressions.symbols import Array, Operand, Recorder, Symbol
 from attn_core.expressions.tree import ExpressionError
 
 
-def where(condition: Any, a: Any, b: Any) -> Symbol:
+def where(condition: object, a: object, b: object) -> Symbol:
     """Returns ``a`` where the condition is True, else ``b``.
 
     Args:
@@ -26,62 +26,62 @@ def where(condition: Any, a: Any, b: Any) -> Symbol:
     return _call("where", condition, a, b)
 
 
-def minimum(a: Any, b: Any) -> Symbol:
+def minimum(a: object, b: object) -> Symbol:
     """Returns the lesser of two numbers; NaN if one is NaN."""
     return _call("minimum", a, b)
 
 
-def maximum(a: Any, b: Any) -> Symbol:
+def maximum(a: object, b: object) -> Symbol:
     """Returns the greater of two numbers; NaN if one is NaN."""
     return _call("maximum", a, b)
 
 
-def exp(x: Any) -> Symbol:
+def exp(x: object) -> Symbol:
     """Returns the exponential of a number, a float."""
     return _call("exp", x)
 
 
-def exp2(x: Any) -> Symbol:
+def exp2(x: object) -> Symbol:
     """Returns 2 to the power of a number, a float."""
     return _call("exp2", x)
 
 
-def expm1(x: Any) -> Symbol:
+def expm1(x: object) -> Symbol:
     """Returns ``exp(x) - 1``, a float with all digits near 0."""
     return _call("expm1", x)
 
 
-def log(x: Any) -> Symbol:
+def log(x: object) -> Symbol:
     """Returns the natural logarithm of a number, a float; NaN below 0."""
     return _call("log", x)
 
 
-def log1p(x: Any) -> Symbol:
+def log1p(x: object) -> Symbol:
     """Returns ``log(1 + x)``, a float with all digits near 0."""
     return _call("log1p", x)
 
 
-def sigmoid(x: Any) -> Symbol:
+def sigmoid(x: object) -> Symbol:
     """Returns ``1 / (1 + exp(-x))`` of a number, a float."""
     return _call("sigmoid", x)
 
 
-def tanh(x: Any) -> Symbol:
+def tanh(x: object) -> Symbol:
     """Returns the hyperbolic tangent of a number, a float. A kernel may round it to 11 bits, as in its softcap."""
     return _call("tanh", x)
 
 
-def to_int(x: Any) -> Symbol:
+def to_int(x: object) -> Symbol:
     """Returns a bool as 0 or 1. A float is refused, because there is no rounding."""
     return _recorder("to_int", x).wrap(cast(_recorder("to_int", x).tree(x), "int"))
 
 
-def to_float(x: Any) -> Symbol:
+def to_float(x: object) -> Symbol:
     """Returns a bool or an int as a float of the dtype in which the expression runs."""
     return _recorder("to_float", x).wrap(cast(_recorder("to_float", x).tree(x), "float"))
 
 
-def lookup(array: Any, *indices: Any) -> Symbol:
+def lookup(array: object, *indices: object) -> Symbol:
     """Returns a number of an array, as ``array[indices]`` does for arrays in aux and for torch's tensors.
 
     It also takes an array of numpy or JAX that the function captures, which cannot be indexed by a symbol. Such an
@@ -96,12 +96,12 @@ def lookup(array: Any, *indices: Any) -> Symbol:
     return Symbol(recorder, recorder.tree(found))
 
 
-def _call(op: str, *values: Any) -> Symbol:
+def _call(op: str, *values: object) -> Symbol:
     recorder = _recorder(op, *values)
     return recorder.symbol(op, *(recorder.tree(value) for value in values))
 
 
-def _recorder(name: str, *values: Any) -> Recorder:
+def _recorder(name: str, *values: object) -> Recorder:
     for value in values:
         if isinstance(value, Operand):
             return value.recorder
@@ -139,7 +139,7 @@ def window(left: int | None, right: int | None, offset: int = 0) -> Mask:
         if distance is not None:
             _check_int(name, distance, least=0)
 
-    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def mask(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Operand) -> Symbol | bool:
         after = True if left is None else k >= q + (offset - left)
         before = True if right is None else k <= q + (offset + right)
         return before if after is True else after if before is True else after & before
@@ -179,7 +179,7 @@ def prefix_lm(lengths: Any, offset: int = 0) -> Mask:
     else:
         _check_axes("lengths", lengths, (1,))
 
-    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def mask(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Operand) -> Symbol | bool:
         return (k <= q + offset) | (k < (lengths if isinstance(lengths, int) else lookup(lengths, b)))
 
     return mask
@@ -198,7 +198,7 @@ def or_masks(*masks: Mask) -> Mask:
 def _joined(masks: tuple[Mask, ...], without: bool, join: Callable[[Any, Any], Any]) -> Mask:
     """Returns masks joined by an operation; without any of them the result is ``without``."""
 
-    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def mask(b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Operand) -> Symbol | bool:
         result: Any = without
         for each in masks:
             visible = each(b, h, q, k, *aux)
@@ -251,7 +251,7 @@ def relative_bias(table: Any, offset: int = 0) -> Score:
         raise ExpressionError(f"table: expected an odd number of distances on its last axis, got {table.shape[-1]}")
     farthest = table.shape[-1] // 2
 
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def score_mod(score: Symbol, b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Operand) -> Symbol:
         distance = minimum(maximum(k - q - offset, -farthest), farthest) + farthest
         return score + _by_batch(table, h, distance)
 
@@ -264,7 +264,7 @@ def compose_scores(*scores: Score) -> Score:
     Each gets all aux arrays. Without functions the score stays as it is.
     """
 
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+    def score_mod(score: Symbol, b: Symbol, h: Symbol, q: Symbol, k: Symbol, *aux: Operand) -> Symbol:
         for each in scores:
             score = each(score, b, h, q, k, *aux)
         return score
@@ -272,18 +272,18 @@ def compose_scores(*scores: Score) -> Score:
     return score_mod
 
 
-def _by_batch(array: Any, first: Any, last: Any) -> Any:
+def _by_batch(array: Any, first: object, last: object) -> Symbol:
     """``array[first, last]``, or ``array[last]`` of an array without the first axis."""
     return lookup(array, last) if len(array.shape) == 1 else lookup(array, first, last)
 
 
-def _check_axes(name: str, array: Any, allowed: tuple[int, ...]) -> None:
+def _check_axes(name: str, array: object, allowed: tuple[int, ...]) -> None:
     if not hasattr(array, "shape") or not hasattr(array, "dtype") or len(array.shape) not in allowed:
         axes = " or ".join(map(str, allowed))
         raise ExpressionError(f"{name}: expected an array of {axes} axes, got {shown(array)}")
 
 
-def _check_int(name: str, value: Any, least: int | None = None) -> None:
+def _check_int(name: str, value: object, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         limit = "" if least is None else f" of {least} or more"
         raise ExpressionError(f"{name}: expected an int{limit}, got {shown(value)}")

@@ -6,27 +6,31 @@ Ints are int32. Floats are of the score's dtype; in a mask float32 unless the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attn_core.expressions.rendering import Vocabulary, array_functions, evaluate, places_read
 from attn_core.expressions.tree import Expression, Kind
 
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import ArrayLike, DTypeLike
 
-def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
+
+def _vocabulary(dtype: DTypeLike, rows: jax.Array | None = None) -> Vocabulary:
     """Returns JAX's vocabulary. rows: the batch rows of a sharded or mapped call, see ``_read``."""
     import jax
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
 
-    def constant(value: Any, kind: Kind) -> Any:
+    def constant(value: bool | float, kind: Kind) -> np.generic | jax.Array:
         # A numpy scalar becomes a literal of the program, and keeps its dtype. An open size of jax.export has none.
         is_number = isinstance(value, (bool, int, float))
         return dtypes[kind].type(value) if is_number else jnp.asarray(value, dtypes[kind])
 
-    def absolute(value: Any) -> Any:
+    def absolute(value: jax.Array) -> jax.Array:
         # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
         return value * jnp.sign(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.abs(value)
 
@@ -39,7 +43,7 @@ def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
     )
 
 
-def _read(array: Any, indices: tuple[Any, ...], rows: Any) -> Any:
+def _read(array: jax.Array, indices: tuple[Any, ...], rows: jax.Array | None) -> jax.Array:
     """Reads an array. A row for each batch row becomes an axis of a batch, which a mesh splits without communication.
 
     Args:
@@ -59,13 +63,13 @@ def _read(array: Any, indices: tuple[Any, ...], rows: Any) -> Any:
 
 def evaluate_jax(
     tree: Expression,
-    indices: Sequence[Any],
-    score: Any = None,
-    aux: Sequence[Any] = (),
-    dtype: Any = None,
+    indices: Sequence[ArrayLike],
+    score: jax.Array | None = None,
+    aux: Sequence[jax.Array] = (),
+    dtype: DTypeLike | None = None,
     *,
     every_row: bool = False,
-) -> Any:
+) -> jax.Array:
     """Returns ``evaluate`` of an expression as an array. It has gradients by the score and by aux arrays of floats.
 
     Args:
@@ -87,8 +91,13 @@ def evaluate_jax(
 
 
 def added_at_lookup(
-    total: Any, node: Expression, summand: Any, indices: Sequence[Any], score: Any, aux: Sequence[Any]
-) -> Any:
+    total: jax.Array,
+    node: Expression,
+    summand: jax.Array,
+    indices: Sequence[jax.Array],
+    score: jax.Array,
+    aux: Sequence[jax.Array],
+) -> jax.Array:
     """Returns ``total`` with a summand of every pair added to the elements that a lookup reads there.
 
     Args:

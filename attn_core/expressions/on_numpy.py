@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attn_core.expressions.rendering import Vocabulary, array_functions, evaluate, places_read
 from attn_core.expressions.tree import Expression
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 
 _DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
 
@@ -25,7 +29,9 @@ def vocabulary() -> Vocabulary:
     )
 
 
-def evaluate_numpy(tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()) -> np.ndarray:
+def evaluate_numpy(
+    tree: Expression, indices: Sequence[ArrayLike], score: ArrayLike | None = None, aux: Sequence[object] = ()
+) -> np.ndarray:
     """Returns ``evaluate`` of an expression for whole blocks, broadcast: bool, int32 or float64.
 
     Args:
@@ -33,7 +39,7 @@ def evaluate_numpy(tree: Expression, indices: Sequence[Any], score: Any = None, 
         score: scores that broadcast to ``[b, h, q, k]``; computed in float64.
         aux: bool, ints (of which the low 32 bits count) or floats.
     """
-    places = [np.asarray(index, np.int32) for index in indices]
+    places: list[np.ndarray] = [np.asarray(index, np.int32) for index in indices]
     scores = None if score is None else np.asarray(score, np.float64)
     with np.errstate(all="ignore"):  # infinities and NaN are values like others
         value = evaluate(tree, vocabulary(), places, scores, [np.asarray(array) for array in aux])
@@ -59,7 +65,7 @@ def block_indices(
 
 
 def sum_at_lookup(
-    node: Expression, summand: np.ndarray, indices: Sequence[Any], score: np.ndarray, aux: Sequence[Any]
+    node: Expression, summand: np.ndarray, indices: Sequence[ArrayLike], score: np.ndarray, aux: Sequence[object]
 ) -> np.ndarray:
     """Returns, for each element of a lookup's array, the sum over the pairs that read it: float64, in its shape.
 

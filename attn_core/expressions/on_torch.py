@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.expressions.rendering import Step, Vocabulary, array_functions, in_base_2, places_read, run, steps_of
 from attn_core.expressions.tree import Expression, Kind
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-def vocabulary(device: Any, dtype: Any) -> Vocabulary:
+
+def vocabulary(device: torch.device, dtype: torch.dtype) -> Vocabulary:
     """Returns the operations on torch tensors of bool, int32 and a dtype of floats."""
     import torch
 
@@ -29,8 +33,12 @@ def vocabulary(device: Any, dtype: Any) -> Vocabulary:
 
 
 def evaluate_torch(
-    tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = (), dtype: Any = None
-) -> Any:
+    tree: Expression,
+    indices: Sequence[Tensor],
+    score: Tensor | None = None,
+    aux: Sequence[Tensor] = (),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Returns ``evaluate`` of an expression as a tensor. It has gradients by the score and by aux arrays of floats.
 
     Inside ``torch.compile``, call what ``torch_mask_mod`` or ``torch_score_mod`` returned outside.
@@ -48,7 +56,13 @@ def evaluate_torch(
     return _run(steps_of(tree), indices, score, aux, dtype)
 
 
-def _run(steps: Sequence[Step], indices: Sequence[Any], score: Any, aux: Sequence[Any], dtype: Any = None) -> Any:
+def _run(
+    steps: Sequence[Step],
+    indices: Sequence[Tensor],
+    score: Tensor | None,
+    aux: Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     import torch
 
     floats = dtype or (torch.float32 if score is None else score.dtype)
@@ -58,7 +72,7 @@ def _run(steps: Sequence[Step], indices: Sequence[Any], score: Any, aux: Sequenc
 
 
 def add_at_lookup(
-    total: Any, node: Expression, summand: Any, indices: Sequence[Any], score: Any, aux: Sequence[Any]
+    total: Tensor, node: Expression, summand: Tensor, indices: Sequence[Tensor], score: Tensor, aux: Sequence[Tensor]
 ) -> None:
     """Adds a summand of every pair to the elements of an array that a lookup reads there, in place.
 
@@ -82,7 +96,7 @@ def add_at_lookup(
     total.index_put_(tuple(place.expand(shape).reshape(-1).long() for place in read), summand.reshape(-1), True)
 
 
-def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any], Any]:
+def torch_mask_mod(tree: Expression, aux: Sequence[Tensor] = ()) -> Callable[..., Tensor]:
     """Returns ``mask_mod(b, h, q_idx, kv_idx)`` for ``torch.nn.attention.flex_attention`` from a mask expression.
 
     Args:
@@ -93,7 +107,7 @@ def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, 
     return lambda b, h, q_idx, kv_idx: _run(steps, (b, h, q_idx, kv_idx), None, aux)
 
 
-def torch_score_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any, Any], Any]:
+def torch_score_mod(tree: Expression, aux: Sequence[Tensor] = ()) -> Callable[..., Tensor]:
     """Returns ``score_mod(score, b, h, q_idx, kv_idx)`` for FlexAttention from a score expression.
 
     Args:
@@ -138,7 +152,7 @@ def torch_function(tree: Expression, base_2: bool = False) -> TorchFunction:
     """Returns the function of an expression; cached. base_2: whether its constants are those ``in_base_2``."""
     rows = tuple(_as_text(step, base_2) for step in steps_of(tree))
 
-    def function(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    def function(score: Tensor | None, b: Tensor, h: Tensor, q: Tensor, k: Tensor, aux: Sequence[Tensor]) -> Tensor:
         import torch
 
         # In float32 at least: FlexAttention on a CPU has scores of half precision.

@@ -38,7 +38,7 @@ def aux_numbers(tree: Expression) -> tuple[int, ...]:
     return tuple(sorted({int(row.value) for row in tree.rows if row.op == "lookup" and row.value is not None}))
 
 
-def kind_of_dtype(dtype: Any) -> Kind | None:
+def kind_of_dtype(dtype: object) -> Kind | None:
     """Returns the kind that elements of a dtype have in an expression, None for a dtype without one.
 
     Args:
@@ -73,7 +73,7 @@ def check_aux(tree: Expression, aux: Sequence[Any]) -> None:
         check_ints(number, array)
 
 
-def check_ints(number: int, array: Any) -> None:
+def check_ints(number: int, array: object) -> None:
     """Raises ExpressionError if aux array ``number`` is numpy's and holds an int beyond 32 bits."""
     if isinstance(array, np.ndarray) and array.dtype == np.int64 and array.size:
         low, high = int(array.min()), int(array.max())
@@ -130,7 +130,9 @@ def intervals(tree: Expression, ranges: Mapping[str, tuple[int, int]] | None = N
     return bounds
 
 
-def _bounds(row: Row, operands: list[Interval], rows: Any, leaves: Mapping[str, Interval]) -> Interval | None:
+def _bounds(
+    row: Row, operands: list[Interval], rows: tuple[Row, ...], leaves: Mapping[str, Interval]
+) -> Interval | None:
     """Returns the bounds of one row of a tree from those of its operands; None if nothing is known."""
     if row.op in leaves:
         return leaves[row.op]

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 from attn_core.errors import shown
 from attn_core.expressions.properties import intervals
@@ -20,7 +21,10 @@ ARITHMETIC = {name: each.python for name, each in OPERATIONS.items() if each.pyt
 """The operations that every framework writes as Python's operators."""
 
 
-def array_functions(module: Any, **own: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+V = TypeVar("V")
+
+
+def array_functions(module: ModuleType, **own: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Returns the functions of a ``Vocabulary`` of whole arrays: Python's operators, and a module's functions.
 
     Args:
@@ -124,8 +128,8 @@ def steps_inside(tree: Expression, inside: tuple[int, ...]) -> tuple[Step, ...]:
 
 
 def evaluate(
-    tree: Expression, vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
-) -> Any:
+    tree: Expression, vocabulary: Vocabulary, indices: Sequence[V], score: V | None = None, aux: Sequence[Any] = ()
+) -> V:
     """Returns the value of an expression.
 
     An index of a lookup counts from the end if it is negative, as in Python, and is then clamped to the array. A lookup
@@ -145,8 +149,8 @@ def evaluate(
 
 
 def run(
-    steps: Sequence[Step], vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
-) -> Any:
+    steps: Sequence[Step], vocabulary: Vocabulary, indices: Sequence[V], score: V | None = None, aux: Sequence[Any] = ()
+) -> V:
     """Returns the value of the last step. Arguments and errors are ``evaluate``'s."""
     leaves = {"score": score, "b": indices[0], "h": indices[1], "q": indices[2], "k": indices[3]}
     values: list[Any] = []
@@ -167,7 +171,7 @@ def run(
     return values[-1]
 
 
-def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]) -> Any:
+def look_up(step: Step, indices: list[V], vocabulary: Vocabulary, aux: Sequence[Any]) -> V:
     """Returns the value of a lookup. Arguments and errors are ``evaluate``'s."""
     number = step.value
     if number >= len(aux):
@@ -184,7 +188,7 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
 
 
 def places_read(
-    node: Expression, vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
+    node: Expression, vocabulary: Vocabulary, indices: Sequence[V], score: V | None = None, aux: Sequence[Any] = ()
 ) -> list[Any] | None:
     """Returns the indices at which a lookup reads its array, one for each axis and inside of it; None if it is empty.
 
@@ -220,7 +224,7 @@ def _read(step: Step, array: Any, indices: list[Any], vocabulary: Vocabulary) ->
     return found if step.kind == "bool" else vocabulary.cast(found, step.kind)
 
 
-def _inside(index: Any, size: int, may_be_negative: bool, vocabulary: Vocabulary) -> Any:
+def _inside(index: V, size: int, may_be_negative: bool, vocabulary: Vocabulary) -> V:
     """Returns an index that is computed by the vocabulary, moved into an axis as ``_all_inside`` says."""
     functions, last = vocabulary.functions, vocabulary.constant(size - 1, "int")
     if may_be_negative:
@@ -235,7 +239,7 @@ LARGEST = 2.3e38
 float32: a row of nothing but the lowest float would look like one that sees no key."""
 
 
-def in_base_2(value: Any) -> Any:
+def in_base_2(value: float) -> float:
     """Returns a constant, or for a finite float beyond LARGEST that with its sign."""
     if not isinstance(value, float) or not math.isfinite(value) or abs(value) <= LARGEST:
         return value

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never, TypeVar
 
 import numpy as np
 
@@ -16,25 +16,27 @@ from attn_core.expressions.building import Refused, build, cast, constant, power
 from attn_core.expressions.properties import kind_of_dtype
 from attn_core.expressions.tree import OPERATIONS, Expression, Kind
 
+T = TypeVar("T")
+
 
 class _NoAttribute(Refused, AttributeError):
     """An AttributeError, so that ``hasattr`` of a symbol works."""
 
 
 def _no_value(what: str, instead: str) -> Any:
-    def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
+    def refuse(self: Any, *arguments: object, **options: object) -> Never:
         raise Refused(f"{what}: a symbolic value has none; {instead}")
 
     return refuse
 
 
-def _operator(op: str) -> tuple[Any, Any]:
+def _operator(op: str) -> tuple[Callable[[Operand, object], Symbol], Callable[[Operand, object], Symbol]]:
     """Returns the method of an operator, and that of the same operator with its operands exchanged."""
 
-    def forward(self: Any, other: Any) -> Any:
+    def forward(self: Operand, other: object) -> Symbol:
         return self._apply(op, self, other)
 
-    def exchanged(self: Any, other: Any) -> Any:
+    def exchanged(self: Operand, other: object) -> Symbol:
         return self._apply(op, other, self)
 
     return forward, exchanged
@@ -58,7 +60,7 @@ class Operand:
         """What others may be cast to: ``x.to(score.dtype)``."""
         return KindAsDtype(self.kind)
 
-    def _apply(self, op: str, *values: Any) -> Any:
+    def _apply(self, op: str, *values: object) -> Symbol:
         """Returns the symbol of an operation on values, of which this is one."""
         return self.recorder.symbol(op, *map(self.recorder.tree, values))
 
@@ -75,35 +77,35 @@ class Operand:
     __lt__, __gt__ = _operator("less")  # a > b is b < a
     __le__, __ge__ = _operator("less_equal")
 
-    def __pow__(self, exponent: Any) -> Any:
+    def __pow__(self, exponent: object) -> Symbol:
         return self.recorder.wrap(power(self.recorder.tree(self), exponent))
 
-    def __rpow__(self, base: Any) -> Any:
+    def __rpow__(self, base: object) -> Never:
         raise Refused("a symbolic exponent: write exp2(x), or exp(x * log_of_base) with a constant")
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Symbol:
         return self._apply("negative", self)
 
-    def __pos__(self) -> Any:
+    def __pos__(self) -> Symbol:
         return self.recorder.wrap(self.recorder.tree(self))
 
-    def __abs__(self) -> Any:
+    def __abs__(self) -> Symbol:
         return self._apply("abs", self)
 
-    def __eq__(self, other: Any) -> Any:
+    def __eq__(self, other: object) -> Any:
         return self._apply("equal", self, other)
 
-    def __ne__(self, other: Any) -> Any:
+    def __ne__(self, other: object) -> Any:
         return ~self._apply("equal", self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __xor__(self, other: Any) -> Any:
+    def __xor__(self, other: object) -> Symbol:
         return call_foreign(self.recorder, "logical_xor", (self, other), {})
 
     __rxor__ = __xor__
 
-    def __invert__(self) -> Any:
+    def __invert__(self) -> Symbol:
         return self._apply("not", self)
 
     __bool__ = _no_value(
@@ -130,7 +132,7 @@ class Operand:
         )
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", str(function))
         if type(function).__name__ == "method_descriptor":
             args = _in_order(name, args)
@@ -140,16 +142,16 @@ class Operand:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         return call_foreign(self.recorder, name, inputs, options)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function: Any, types: object, args: Any, kwargs: Any) -> Any:
         return call_foreign(self.recorder, function.__name__, args, kwargs)
 
 
-def _in_order(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_order(name: str, args: tuple[T, ...]) -> tuple[T, ...]:
     """Returns a method's arguments in the order of the function: ``x.where(condition, y)`` has the condition second."""
     return (args[1], args[0], *args[2:]) if name == "where" and len(args) > 1 else args
 
 
-def recorder_in(values: Any) -> Recorder:
+def recorder_in(values: Iterable[object]) -> Recorder:
     """Returns the recorder of the first symbol in a function's arguments; torch found one there."""
     for value in values:
         if isinstance(value, Operand):
@@ -255,7 +257,7 @@ def _built(name: str, op: str, trees: list[Expression]) -> Expression:
     return build(op, *trees)
 
 
-def _clamped(recorder: Recorder, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Expression:
+def _clamped(recorder: Recorder, name: str, args: tuple[object, ...], options: dict[str, Any]) -> Expression:
     """torch's clamp and numpy's clip: ``minimum(maximum(x, min), max)``, either of them optional."""
     limits = dict(zip(("min", "max"), args[1:], strict=False)) | options
     if len(args) > 3 or not args or set(limits) - {"min", "max"}:
@@ -336,7 +338,7 @@ class Recorder:
             raise Refused(f"an array of dtype {getattr(array, 'dtype', None)}: lookups take bool, int32 and floats")
         return Array(self, self.aux + place_of(array, self.captured), tuple(array.shape), kind)
 
-    def tree(self, value: Any) -> Expression:
+    def tree(self, value: object) -> Expression:
         """Returns the expression of an operand: a symbol, a Python or numpy number, or an array without axes.
 
         Raises:
@@ -359,7 +361,7 @@ class Recorder:
         raise Refused(f"{shown(value)} ({type(value).__name__}) as a number")
 
 
-def place_of(array: Any, arrays: list[Any]) -> int:
+def place_of(array: T, arrays: list[T]) -> int:
     """Returns the place of an array in a list, by identity; appends it if it is not there."""
     for place, other in enumerate(arrays):
         if other is array:
@@ -381,7 +383,7 @@ class Symbol(Operand):
         self.tree = tree
         self.kind = tree.kind
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Never:
         raise Refused("an index into a symbolic value: it is one number, not an array")
 
     def __repr__(self) -> str:
@@ -400,7 +402,7 @@ class Array(Operand):
     """
 
     def __init__(
-        self, recorder: Recorder, number: int, shape: Sequence[Any], kind: Kind, indices: tuple[Expression, ...] = ()
+        self, recorder: Recorder, number: int, shape: Sequence[int], kind: Kind, indices: tuple[Expression, ...] = ()
     ) -> None:
         self.recorder, self.number, self.kind, self.indices = recorder, number, kind, indices
         self.shape = tuple(shape)
@@ -410,7 +412,7 @@ class Array(Operand):
         """The number of axes that have no index yet."""
         return len(self.shape)
 
-    def at(self, indices: tuple[Any, ...]) -> Expression:
+    def at(self, indices: tuple[object, ...]) -> Expression:
         """Returns the lookup by as many indices as there are axes.
 
         Raises:
@@ -419,7 +421,7 @@ class Array(Operand):
         places = tuple(self._place(index, axis) for axis, index in enumerate(indices))
         return Expression("lookup", self.kind, self.indices + places, self.number)
 
-    def _place(self, index: Any, axis: int) -> Expression:
+    def _place(self, index: object, axis: int) -> Expression:
         """Returns an index of an array as an expression; refuses what is no int, and a constant that is outside."""
         if isinstance(index, slice) or index is None or index is Ellipsis or isinstance(index, (list, tuple)):
             raise Refused(f"the index {shown(index)} of {self}: indices are ints or symbols, no slices")
@@ -431,7 +433,7 @@ class Array(Operand):
             raise Refused(f"the index {place.value} of axis {axis} of {self}: it is outside")
         return place
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Symbol | Array:
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) > len(self.shape):
             raise Refused(f"{len(indices)} indices of {self}")

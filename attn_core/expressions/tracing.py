@@ -46,7 +46,7 @@ class TracedFunction:
     aux_count: int = 0
 
 
-def trace_mask(function: Callable[..., Any], aux: Sequence[Any] = (), name: str = "mask_mod") -> TracedFunction:
+def trace_mask(function: Callable[..., object], aux: Sequence[object] = (), name: str = "mask_mod") -> TracedFunction:
     """Returns the expression of a mask function, which says whether query q sees key k.
 
     Args:
@@ -63,7 +63,7 @@ def trace_mask(function: Callable[..., Any], aux: Sequence[Any] = (), name: str 
     return _trace(name, function, aux, "bool", ())
 
 
-def trace_score(function: Callable[..., Any], aux: Sequence[Any] = (), name: str = "score_mod") -> TracedFunction:
+def trace_score(function: Callable[..., object], aux: Sequence[object] = (), name: str = "score_mod") -> TracedFunction:
     """Returns the expression of a score function, which maps a scaled score to another.
 
     Args:
@@ -77,7 +77,9 @@ def trace_score(function: Callable[..., Any], aux: Sequence[Any] = (), name: str
     return _trace(name, function, aux, "float", ("score",))
 
 
-def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tuple[str, ...]) -> TracedFunction:
+def _trace(
+    name: str, function: Callable[..., object], aux: Sequence[object], kind: Kind, before: tuple[str, ...]
+) -> TracedFunction:
     """Runs a function on symbols, and returns the tree of what it did. Its mistakes become an ExpressionError.
 
     Args:
@@ -103,7 +105,7 @@ def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tup
     return TracedFunction(tree, tuple(recorder.captured), len(aux))
 
 
-def _argument(recorder: Recorder, number: int, array: Any) -> Any:
+def _argument(recorder: Recorder, number: int, array: Any) -> Array | Symbol:
     kind = kind_of_dtype(getattr(array, "dtype", None))
     if kind is None or not hasattr(array, "shape"):
         raise ExpressionError(f"aux[{number}]: expected an array of bool, ints or floats, got {shown(array)}")
@@ -111,7 +113,7 @@ def _argument(recorder: Recorder, number: int, array: Any) -> Any:
     return symbolic if symbolic.shape else symbolic[()]
 
 
-def _check_parameters(name: str, function: Any, arguments: list[Any], expected: str) -> None:
+def _check_parameters(name: str, function: Callable[..., object], arguments: list[Any], expected: str) -> None:
     """Raises an error about a function's parameters, if the call that failed did not fit them."""
     try:
         signature = inspect.signature(function)
@@ -126,7 +128,7 @@ def _check_parameters(name: str, function: Any, arguments: list[Any], expected: 
         ) from None
 
 
-def _result(recorder: Recorder, result: Any, kind: Kind) -> Expression:
+def _result(recorder: Recorder, result: object, kind: Kind) -> Expression:
     """Returns the expression of what a function returned; refuses another kind."""
     tree = None
     if isinstance(result, (Operand, bool, int, float)) or getattr(result, "shape", None) == ():
@@ -150,7 +152,7 @@ def _foreign(error: Exception) -> str:
     )
 
 
-def _error(name: str, function: Any, error: Exception, reason: str) -> ExpressionError:
+def _error(name: str, function: object, error: Exception, reason: str) -> ExpressionError:
     return ExpressionError(
         f"{name}: {name_of(function)!r} cannot become an expression, because of {reason}\n"
         f"  {failing_line(function, error)}\nAllowed: {ALLOWED}"
@@ -160,18 +162,18 @@ def _error(name: str, function: Any, error: Exception, reason: str) -> Expressio
 _NOT_THE_CALLERS = ("attn_core", "torch", "jax", "jaxlib", "numpy")
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Returns the name of a callable, such as ``'causal'``."""
     return str(getattr(_plain(function), "__qualname__", type(function).__qualname__))
 
 
-def definition_of(function: Any) -> str:
+def definition_of(function: object) -> str:
     """Returns ``file:line: source`` of the line that defines a function; for one without source, its type."""
     code = getattr(_plain(function), "__code__", None)
     return _line(code.co_filename, code.co_firstlineno) if code else f"a {type(function).__qualname__} without source"
 
 
-def failing_line(function: Any, error: BaseException) -> str:
+def failing_line(function: object, error: BaseException) -> str:
     """Returns ``file:line: source`` of the caller's last line on the way to an error."""
     place = None
     trace: TracebackType | None = error.__traceback__

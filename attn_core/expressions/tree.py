@@ -151,7 +151,7 @@ class Expression:
     def __hash__(self) -> int:
         return int.from_bytes(self._content[:8], "little")  # type: ignore[attr-defined]
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:  # by rows: a deep tree would exceed Python's recursion
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:  # by rows: a deep tree would exceed Python's recursion
         return from_rows, (tuple(tuple(row) for row in self.rows),)
 
     @property

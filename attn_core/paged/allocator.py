@@ -560,7 +560,7 @@ class PageAllocator:
         """Returns the tokens that ``record`` keeps of a sequence: those of its first full pages."""
         return self._known(name).chain.all_tokens()
 
-    def _find(self, tokens: Any, salt: Hashable, left: int = 0) -> tuple[Chain, list[int], int]:
+    def _find(self, tokens: Sequence[int] | np.ndarray, salt: Hashable, left: int = 0) -> tuple[Chain, list[int], int]:
         """Returns the chain and the pages that begin with the first tokens, all but ``left``, and how many could."""
         check_hashable("salt", salt)
         most = max(check_is_tokens(tokens) - left, 0) // self.page_size
@@ -700,12 +700,12 @@ class PageAllocator:
             raise SpecError(f"name={shown(name)}: expected the name of a sequence of this allocator; add it first")
         return self._held[name]
 
-    def _count(self, tokens: Any) -> int:
+    def _count(self, tokens: int) -> int:
         check_size("tokens", tokens, 0)
         return int(tokens)
 
 
-def pages_of_tokens(tokens: Any, page_size: int, start: int = 0) -> list[tuple[int, ...]]:
+def pages_of_tokens(tokens: Sequence[int] | np.ndarray, page_size: int, start: int = 0) -> list[tuple[int, ...]]:
     """Returns the contents of the full pages of a text, from page ``start`` on.
 
     Args:
@@ -724,7 +724,7 @@ def pages_of_tokens(tokens: Any, page_size: int, start: int = 0) -> list[tuple[i
     return [tuple(map(int, ids[at : at + page_size])) for at in range(0, (stop - start) * page_size, page_size)]
 
 
-def check_is_tokens(tokens: Any) -> int:
+def check_is_tokens(tokens: Sequence[int] | np.ndarray) -> int:
     """Returns the number of tokens. Raises SpecError unless they are a sequence, or a numpy array ``[tokens]``."""
     if isinstance(tokens, np.ndarray):
         good = tokens.ndim == 1 and tokens.dtype.kind in "iu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from attn_core.call.arguments import ArrayFacts, check_one_place
@@ -140,7 +141,11 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
 
 
 def check_choice(
-    tables: dict[str, Any], slot_mapping: Any, cos: Any, rotary_interleaved: Any = False, positions: Any = None
+    tables: Mapping[str, object],
+    slot_mapping: object,
+    cos: object,
+    rotary_interleaved: object = False,
+    positions: object = None,
 ) -> None:
     """Checks which arguments of ``append_kv`` are passed together.
 

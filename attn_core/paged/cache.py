@@ -75,7 +75,7 @@ class PagedCache(Generic[Array]):
         head_dim: int,
         value_dim: int | None = None,
         dtype: str,
-        kv_dtype: Any,
+        kv_dtype: str | None,
     ) -> None:
         """Takes the dtypes by name, and ``new``.
 
@@ -231,11 +231,11 @@ class PagedCache(Generic[Array]):
         tables = {**step.tables, "max_len_q": step.max_len_q}
         return attention(q, k_pages, v_pages, **tables, **options, **self._scales(layer))
 
-    def _scales(self, layer: int) -> dict[str, Any]:
+    def _scales(self, layer: int) -> dict[str, Array]:
         """Returns a layer's scales as keyword arguments; empty if the pages are not quantised."""
         return {"k_scales": self.k_scales[layer], "v_scales": self.v_scales[layer]} if self.k_scales else {}
 
-    def _pools(self, layer: int, step: Step) -> tuple[Any, Any]:
+    def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
         """Runs ``check``, then returns a layer's pools of keys and of values.
 
         Raises:
@@ -248,7 +248,7 @@ class PagedCache(Generic[Array]):
         self.check(step)
         return self.k_pages[layer], self.v_pages[layer]
 
-    def _pool_lists(self) -> tuple[list[Any], ...]:
+    def _pool_lists(self) -> tuple[list[Array], ...]:
         """Returns the lists of arrays whose first axis is the page: what belongs to a page is moved with it."""
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
@@ -264,7 +264,7 @@ class PagedCache(Generic[Array]):
         """Copies pages in all pools."""
         raise NotImplementedError
 
-    def _to_device(self, array: np.ndarray | None) -> Any:
+    def _to_device(self, array: np.ndarray | None) -> Array | None:
         """Copies a table to the pools' device."""
         raise NotImplementedError
 
@@ -280,7 +280,7 @@ class PagedCache(Generic[Array]):
 PagedCache.__init__.__qualname__ = "PagedKVCache.__init__"  # the name that a TypeError of a missing size has
 
 
-def _stored_shape(kv_dtype: Any, dtype: str, dims: dict[str, int]) -> tuple[str, list[int]]:
+def _stored_shape(kv_dtype: str | None, dtype: str, dims: dict[str, int]) -> tuple[str, list[int]]:
     """Returns the dtype of the pools' arrays, and the channels that they have for keys and for values."""
     if kv_dtype is None:
         return dtype, [*dims.values()]

@@ -38,7 +38,7 @@ LAYOUTS = tuple(dict.fromkeys((*PAIRS, *SINGLE)))
 
 
 def pages_of(
-    cache: Any, layout: Any, check: Callable[[str, Any], None], ordered: Callable[[Any, tuple[int, ...]], Any]
+    cache: Any, layout: object, check: Callable[[str, Any], object], ordered: Callable[[Any, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]:
     """Returns a pool of another library as ``(k_pages, v_pages)``, ``[num_pages, page_size, kv_heads, dim]``.
 

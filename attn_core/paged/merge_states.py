@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from types import ModuleType
 from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
@@ -17,7 +18,7 @@ RANKS = (3, 4)
 
 
 def parts_of(
-    outs: Any, lses: Any, check: Callable[[str, Any], None], facts: Callable[[Any], ArrayFacts]
+    outs: Any, lses: Any, check: Callable[[str, Any], object], facts: Callable[[Any], ArrayFacts]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the parts of the outputs and of the log-sum-exps, checked.
 
@@ -40,7 +41,9 @@ def parts_of(
     return parts, part_lses
 
 
-def merged(xp: Any, parts: Sequence[Any], lses: Sequence[Any], cast: Callable[..., Any], constant: Any) -> Any:
+def merged(
+    xp: ModuleType, parts: Sequence[Any], lses: Sequence[Any], cast: Callable[..., Any], constant: Any
+) -> tuple[Any, Any]:
     """Returns (out, lse) of checked parts.
 
     Args:

@@ -16,12 +16,15 @@ is not exact. XLA also flushes subnormal numbers, so magnitudes below ``SMALLEST
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.spec import BITS, DTYPES
+from attn_core.call.tensors import Array
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
 STORED = {"float8_e4m3fn": "float8_e4m3fn", "int8": "int8", "uint8": "int4"}
@@ -76,7 +79,7 @@ OF_TOKENS = {
 OF_PAGES = Quotient(1 << 30, 30, 15)
 
 
-def token_scales(xp: Any, rows: Any, dtype: str) -> tuple[Any, Any]:
+def token_scales(xp: ModuleType, rows: Any, dtype: str) -> tuple[Any, Any]:
     """Returns (scales, factors), float32 ``[tokens, kv_heads]``.
 
     Args:
@@ -91,7 +94,7 @@ def token_scales(xp: Any, rows: Any, dtype: str) -> tuple[Any, Any]:
     return xp.where(finite, scales, np.nan), xp.where(finite, factors, 0.0)
 
 
-def page_factors(xp: Any, scales: Any) -> Any:
+def page_factors(xp: ModuleType, scales: Any) -> Any:
     """Returns the factors of the caller's scales, float32; 0 for a scale that is not positive and finite."""
     bits = scales.view(xp.int32)
     usable = (bits > 0) & (bits < INFINITY)  # XLA would compare a subnormal number as 0
@@ -99,7 +102,7 @@ def page_factors(xp: Any, scales: Any) -> Any:
     return xp.where(usable, _divide(xp, safe, OF_PAGES)[1], 0.0)
 
 
-def stored_numbers(xp: Any, rows: Any, factors: Any, dtype: str) -> Any:
+def stored_numbers(xp: ModuleType, rows: Any, factors: Any, dtype: str) -> Any:
     """Returns what the pool stores for float32 rows, in float8_e4m3fn or int8, or in uint8 for int4."""
     factors, most = factors[..., None], LARGEST[dtype]
     product = xp.where(factors == 0, 0.0, rows * factors).clip(-most, most)
@@ -112,7 +115,7 @@ def stored_numbers(xp: Any, rows: Any, factors: Any, dtype: str) -> Any:
     return stored[..., :half] | (stored[..., half:] << 4)
 
 
-def _divide(xp: Any, magnitude: Any, by: Quotient) -> tuple[Any, Any]:
+def _divide(xp: ModuleType, magnitude: Any, by: Quotient) -> tuple[Any, Any]:
     """Returns (the bits of the rounded magnitudes, the factors) of the bits of magnitudes."""
     rounded = (magnitude.clip(max=by.most) + by.dropped) & ~by.dropped
     digits = ((rounded >> (23 - by.places)) & ((1 << by.places) - 1)) | (1 << by.places)
@@ -129,13 +132,13 @@ def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def unpack_int4(xp: Any, pool: Any) -> Any:
+def unpack_int4(xp: ModuleType, pool: Any) -> Any:
     """Returns the int4 numbers of a pool's bytes, int8 ``[..., dim]``. xp: ``numpy``, ``torch`` or ``jax.numpy``."""
     signed = pool.view(xp.int8)
     return xp.concatenate(((signed << 4) >> 4, signed >> 4), -1)
 
 
-def real_numbers(xp: Any, stored: Any, scales: Any, dtype: str | None) -> Any:
+def real_numbers(xp: ModuleType, stored: Any, scales: Array, dtype: str | None) -> Any:
     """Returns the float32 numbers ``[..., kv_heads, dim]`` of stored ones and their scales ``[..., kv_heads]``.
 
     Args:
@@ -150,7 +153,7 @@ def real_numbers(xp: Any, stored: Any, scales: Any, dtype: str | None) -> Any:
     return _cast(stored, xp.float32) * scales[..., None]
 
 
-def dequantised(pool: Any, scales: Any, dtype: str) -> np.ndarray:
+def dequantised(pool: Array, scales: Array, dtype: str) -> np.ndarray:
     """Returns the numbers of a pool, float64 ``[num_pages, page_size, kv_heads, dim]``."""
     stored = unpack_int4(np, np.asarray(pool)) if dtype == "int4" else np.asarray(pool)
     scales = np.asarray(scales, np.float64)
@@ -215,7 +218,7 @@ def scales_kind(pool: ArrayFacts, scales: dict[str, ArrayFacts | None]) -> str |
     return kinds[0] if kinds else None
 
 
-def check_used_scales(scales: dict[str, Any], slots: np.ndarray, page_size: int) -> None:
+def check_used_scales(scales: Mapping[str, Any], slots: np.ndarray, page_size: int) -> None:
     """Checks the scales that a call reads or stores by, on the host, after its tables have been checked.
 
     Args:

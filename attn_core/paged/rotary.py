@@ -25,7 +25,7 @@ COS, SIN = "rotary[0]", "rotary[1]"
 """The names of cos and sin in errors of ``append_kv``, whose argument is the pair."""
 
 
-def pair_of(rotary: Any) -> tuple[Any, Any]:
+def pair_of(rotary: object) -> tuple[Any, Any]:
     """Returns (cos, sin) of the argument ``rotary``. Raises SpecError unless it is a pair without None."""
     if not isinstance(rotary, tuple | list) or len(rotary) != 2 or rotary[0] is None or rotary[1] is None:
         raise SpecError(f"rotary={shown(rotary)}: expected a pair (cos, sin) of arrays, or None")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -79,7 +79,7 @@ def pages_that_fit(
     return min(int(memory) // page, MOST)
 
 
-def part_of(free: int, fraction: Any) -> int:
+def part_of(free: int, fraction: float) -> int:
     """Returns a fraction of free bytes. Raises SpecError unless it is a number above 0 and at most 1."""
     if not isinstance(fraction, int | float | np.number) or isinstance(fraction, bool) or not 0 < fraction <= 1:
         raise SpecError(f"fraction={shown(fraction)}: expected a number above 0 and at most 1")

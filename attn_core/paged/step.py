@@ -6,7 +6,7 @@ Plain Python and numpy; the frontends copy the tables to a device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,7 @@ class Pages(NamedTuple):
         return {name: array for name, array in scales.items() if array is not None}
 
 
-def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: dict[str, Any]) -> None:
+def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: Mapping[str, object]) -> None:
     """Checks a layer's other arguments if ``pages=`` is passed.
 
     Args:

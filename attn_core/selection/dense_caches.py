@@ -20,7 +20,7 @@ Form = Literal["pages", "documents", "ranges"]
 
 def form_of(
     rows: CacheRows,
-    sizes: tuple[Any, ...],
+    sizes: tuple[int, ...],
     options: Mapping[str, Any],
     arrays: Arrays | None,
     where: tuple[str, str],

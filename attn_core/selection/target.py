@@ -71,7 +71,7 @@ class Target:
         return found.forward, found.backward
 
 
-def _check_place(framework: Any, device: Any) -> None:
+def _check_place(framework: object, device: object) -> None:
     check_kind("framework", framework, str, "'torch' or 'jax'")
     check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
 

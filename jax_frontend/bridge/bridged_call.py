@@ -98,19 +98,19 @@ def inputs_builder(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any
     count = len(operands)
     if "block_table" in operands:
 
-        def gather(values: tuple[Any, ...]) -> Any:
+        def gather(values: tuple[Any, ...]) -> Inputs | PagedInputs:
             return PagedInputs(**dict(zip(operands, values, strict=False)))
     elif operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
 
-        def gather(values: tuple[Any, ...]) -> Any:
+        def gather(values: tuple[Any, ...]) -> Inputs | PagedInputs:
             return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
     elif operands != Inputs._fields[:count]:
 
-        def gather(values: tuple[Any, ...]) -> Any:
+        def gather(values: tuple[Any, ...]) -> Inputs | PagedInputs:
             return Inputs(**dict(zip(operands, values, strict=False)))
     else:
 
-        def gather(values: tuple[Any, ...]) -> Any:
+        def gather(values: tuple[Any, ...]) -> Inputs | PagedInputs:
             return Inputs(*values[:count])
 
     return gather

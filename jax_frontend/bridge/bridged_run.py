@@ -14,6 +14,7 @@ import jax
 from jax.profiler import TraceAnnotation
 
 from attn_core import backends
+from attn_core.backends.contract import Backend
 from attn_core.call.checks import result_error
 from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
@@ -82,7 +83,7 @@ def _with_head_start(run_call: Run) -> Run:
     return run
 
 
-def _forward(call: BridgedCall, record: Any) -> Run:
+def _forward(call: BridgedCall, record: Backend) -> Run:
     """Returns what runs a forward on XLA's buffers; ``values`` are the operands, then the results in their order."""
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
     kernel, with_lse, writes, checked = record.forward, call.with_lse, bool(record.writes_into), call.checked
@@ -237,7 +238,7 @@ def _prepare_part(runner: _StepRunner, part: int, device: Any) -> step.PartStep:
     return step.prepare_part(runner.step, part, device)
 
 
-def parts_by_device(parts: tuple[tuple[int, int], ...], local_devices: Sequence[Any]) -> dict[int, int]:
+def parts_by_device(parts: tuple[tuple[int, int], ...], local_devices: Sequence[jax.Device]) -> dict[int, int]:
     """Returns the part of each of this process's devices, by torch's index of the device."""
     ids = dict(parts)
     return {device.local_hardware_id: ids[device.id] for device in local_devices if device.id in ids}

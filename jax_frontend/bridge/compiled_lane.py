@@ -146,7 +146,9 @@ def static_reasons(call: BridgedCall) -> tuple[str, ...]:
     return program.refuses(call.spec, call.device)
 
 
-def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def run(
+    program: Any, call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], operands: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     """Returns the results of a program on JAX arrays; traceable, one custom call for each kernel."""
     by_name = dict(zip(call.names, operands, strict=True))
     if "dlse" in by_name:
@@ -174,13 +176,13 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     return tuple(named[name][..., : result.shape[-1]].astype(result.dtype) for name, result in pairs)
 
 
-def _padded(array: Any, buffer: Any) -> Any:
+def _padded(array: jax.Array, buffer: Any) -> jax.Array:
     """Returns an operand with zeros behind its last axis, up to the width of its buffer."""
     missing = buffer.shape[-1] - array.shape[-1] if array.ndim else 0
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
-def _zeros(buffers: tuple[Any, ...], operand: Any) -> dict[int, Any]:
+def _zeros(buffers: tuple[Any, ...], operand: jax.Array) -> dict[int, jax.Array]:
     """Returns zeros for the buffers that a kernel adds to, by buffer index. Each is a distinct value to XLA.
 
     In a branch, XLA merged the identical zeros for dk and dv and let both sums use one buffer (jax 0.11.2 on GPUs,
@@ -197,7 +199,7 @@ def _zeros(buffers: tuple[Any, ...], operand: Any) -> dict[int, Any]:
     }
 
 
-def _type(buffer: Any, like: Any) -> Any:
+def _type(buffer: Any, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns a buffer's type, varying over the same mesh axes as ``like``."""
     return like.update(shape=buffer.shape, dtype=jnp.dtype(buffer.dtype))
 

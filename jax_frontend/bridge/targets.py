@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -39,6 +39,10 @@ from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridge.bridged_run import run_of
 from jax_frontend.bridge.forked import has_lost_threads
+
+if TYPE_CHECKING:
+    import torch
+
 
 TOKEN_LENGTH = 7
 _calls: dict[str, bytes] = {}
@@ -69,7 +73,7 @@ class Interrupted(BridgeError):
     __del__ = _thread.interrupt_main
 
 
-def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
+def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the results of a backend's forward or backward on JAX arrays; traceable, as one or a few custom calls."""
     # A compiled program has neither a head start for exchanges nor buffers of NaN, so calls that differ in these alone
     # share one.
@@ -81,7 +85,9 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
 
 
-def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
+def run_step(
+    call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *operands: jax.Array
+) -> tuple[jax.Array, ...]:
     """Returns (out, lse) of a step of context parallelism on JAX arrays; traceable, one callback.
 
     Args:
@@ -182,7 +188,7 @@ def _register_targets() -> None:
     atexit.register(_drain)
 
 
-def _wait_until_released(tensors: tuple[Any, ...]) -> None:
+def _wait_until_released(tensors: tuple[torch.Tensor, ...]) -> None:
     """Returns when nobody but the callback holds XLA's buffers, or after a tenth of a second.
 
     XLA fails a call if one of its buffers is still held when the callback returns. A compiler may leave a cycle of
@@ -197,7 +203,7 @@ def _wait_until_released(tensors: tuple[Any, ...]) -> None:
         time.sleep(0.001)
 
 
-def _held(tensors: tuple[Any, ...]) -> bool:
+def _held(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Returns whether a storage has more owners than its tensor and the object that is made here."""
     import torch
 

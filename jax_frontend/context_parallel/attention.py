@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Never, Unpack, overload
+from typing import Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +16,7 @@ from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -26,6 +28,8 @@ from jax_frontend.context_parallel.rank import attend
 from jax_frontend.context_parallel.shards import cut_layout, shard_sequence, unshard_sequence
 from jax_frontend.dispatch import differentiable, plan
 from jax_frontend.dispatch.local_call import vary_over, varying_axes
+from jax_frontend.dispatch.partitioning import Mesh
+from jax_frontend.dispatch.plan import ArrayOrShape
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
@@ -36,7 +40,7 @@ AxisName = str | tuple[str, str] | None
 class Keywords(ContextParallelKeywords[Array], total=False):
     """The keywords of ``context_parallel_attention``, without return_lse."""
 
-    mesh: Any
+    mesh: Mesh | None
     axis_name: AxisName
     partition_spec: P | None
 
@@ -59,7 +63,7 @@ def context_parallel_attention(
     k: Array,
     v: Array,
     *,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     axis_name: AxisName = None,
     strategy: str | None = None,
     layout: str | None = None,
@@ -71,12 +75,12 @@ def context_parallel_attention(
     window: Window = None,
     softcap: float | None = None,
     scale: float | None = None,
-    mask: Any = None,
-    key_ranges: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
+    mask: Array | None = None,
+    key_ranges: Array | np.ndarray | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
     sinks: Array | None = None,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -152,17 +156,17 @@ _shared = SharedOptions(context_parallel_attention, SpreadKeywords.__optional_ke
 
 @_shared
 def explain_context_parallel(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayOrShape,
+    k: ArrayOrShape,
+    v: ArrayOrShape,
     *,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     axis_name: AxisName = None,
     layout: str | None = "zigzag",
     partition_spec: P | None = None,
     return_lse: bool = False,
     needs_backward: bool | None = None,
-    **options: Unpack[SpreadKeywords[Any]],
+    **options: Unpack[SpreadKeywords[ArrayOrShape]],
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
@@ -191,7 +195,7 @@ def explain_context_parallel(
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend_over_mesh(
     request: Request, row_mesh: RowMesh, specs: ArraySpecs, q: Array, k: Array, v: Array, sinks: Array | None
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Maps ``attend_shards`` over the mesh."""
     mapped = jax.shard_map(
         partial(attend_shards, request),
@@ -203,7 +207,7 @@ def _attend_over_mesh(
     return mapped(q, k, v, sinks)
 
 
-def _vary_over_ranks(axes: RankAxes, *arrays: Any) -> tuple[Any, ...]:
+def _vary_over_ranks(axes: RankAxes, *arrays: Array | None) -> tuple[Array | None, ...]:
     """Types the arrays (or None) as varying over the ranks, and over every other axis that one of them varies over.
 
     Results differ between ranks. With these types, JAX sums the gradient of an array that is equal on every device over
@@ -215,7 +219,7 @@ def _vary_over_ranks(axes: RankAxes, *arrays: Any) -> tuple[Any, ...]:
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def attend_shards(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+def attend_shards(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Array | tuple[Array, Array]:
     """Returns the shard of the output, or ``(out, lse)`` of it.
 
     Args:

@@ -6,11 +6,12 @@ because the backward of context parallelism is explicit.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.dispatch.local_call import varying_as
@@ -56,7 +57,7 @@ def unpack_gathered(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
     return k, v
 
 
-def send_gradients(axes: RankAxes, dk: Array, dv: Array, dtype: Any) -> tuple[Array, Array]:
+def send_gradients(axes: RankAxes, dk: Array, dv: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """Sends every part the gradients of its keys, and returns the sums of the gradients that arrive.
 
     dk and dv have the shapes that ``unpack_gathered`` returns. The sums are computed in ``dtype``, in the order of

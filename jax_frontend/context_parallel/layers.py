@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.context_parallel.request import row_lengths
 from jax_frontend.context_parallel import shards
 from jax_frontend.context_parallel.attention import context_parallel_attention
@@ -26,7 +27,7 @@ def is_context_parallel(layer: Any) -> bool:
     return axes_in_scope(layer.context_axis) or initializing is None or not initializing()
 
 
-def position_ids(layer: Any, seq_info: Any, places: int) -> Array:
+def position_ids(layer: Any, seq_info: SeqInfoLike, places: int) -> Array:
     """Returns int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
     row_mesh, documents = find_row_mesh(None, layer.context_axis), document_offsets(seq_info)
     # Outside jax.shard_map an array has the shards of all devices, end to end.

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.context_parallel.plan import AxisSizes, outer_and_inner
 from attn_core.errors import SpecError, shown
+from jax_frontend.dispatch.partitioning import Mesh
 
 Array = jax.Array
 
@@ -47,17 +48,17 @@ class RankAxes(NamedTuple):
         return self.parts == 2
 
     @property
-    def part(self) -> Any:
+    def part(self) -> Array | int:
         """This device's part."""
         return 0 if self.outer is None else lax.axis_index(self.outer)
 
     @property
-    def member(self) -> Any:
+    def member(self) -> Array | int:
         """This device's number among the members of its part."""
         return 0 if self.inner is None else lax.axis_index(self.inner)
 
     @property
-    def rank(self) -> Any:
+    def rank(self) -> Array | int:
         """This device's rank."""
         return self.part * self.members + self.member
 
@@ -110,11 +111,11 @@ class RowMesh(NamedTuple):
         return self.mesh is None
 
     @property
-    def rank(self) -> Any:
+    def rank(self) -> Array | int:
         """This device's rank."""
         return RankAxes.of(self.names, self.sizes, "").rank
 
-    def array_specs(self, requested: P | None, q: Any, *keys: Any) -> ArraySpecs:
+    def array_specs(self, requested: P | None, q: Array, *keys: Array) -> ArraySpecs:
         """Returns how ``jax.shard_map`` splits a call's arrays: the row over the ranks, other axes as they are now.
 
         JAX knows the current split of concrete arrays, and of traced arrays on a mesh with Explicit axes; otherwise the
@@ -132,7 +133,7 @@ class RowMesh(NamedTuple):
             heads = None  # the axis cannot split all arrays, so every device computes all heads
         return ArraySpecs(self.names, batch, heads, q.ndim == 4, frozenset(self.mesh.axis_names))
 
-    def _check_spec(self, requested: Any, rank: int) -> P:
+    def _check_spec(self, requested: object, rank: int) -> P:
         named = {name for entry in requested for name in _entry(entry)} if isinstance(requested, P) else {None}
         if not isinstance(requested, P) or len(requested) > rank or not named <= set(self.mesh.axis_names):
             raise SpecError(
@@ -141,7 +142,7 @@ class RowMesh(NamedTuple):
             )
         return requested
 
-    def reshard(self, array: Any, spec: P) -> Any:
+    def reshard(self, array: Array | None, spec: P) -> Array | None:
         """Returns the array as ``jax.shard_map`` takes it: on a mesh with Explicit axes, resharded to ``spec``."""
         if array is None:
             return None
@@ -149,7 +150,7 @@ class RowMesh(NamedTuple):
         mesh = next((mesh for mesh in (current, self.mesh) if AxisType.Explicit in mesh.axis_types), None)
         return array if mesh is None else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
-    def _current_spec(self, array: Any) -> P | None:
+    def _current_spec(self, array: Array) -> P | None:
         """Returns how an array is split over this mesh; None if JAX does not know."""
         sharding = jax.typeof(array).sharding  # type: ignore[attr-defined]
         if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -184,7 +185,7 @@ class RowMesh(NamedTuple):
         return P(*(entry or None for entry in others))
 
 
-def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh:
+def find_row_mesh(mesh: Mesh | None, axis_name: str | tuple[str, str] | None) -> RowMesh:
     """Returns the mesh axes of a call.
 
     Args:
@@ -213,7 +214,7 @@ def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh
     return RowMesh(names, _sizes(names, whole), whole)
 
 
-def _sizes(names: tuple[str, ...], mesh: Any) -> AxisSizes:
+def _sizes(names: tuple[str, ...], mesh: Mesh) -> AxisSizes:
     outer, *inner = (mesh.shape[name] for name in names)
     return (outer, inner[0]) if inner else (outer,)
 
@@ -229,7 +230,7 @@ def _entry(names: Any) -> tuple[str, ...]:
     return () if names is None else names if isinstance(names, tuple) else (names,)
 
 
-def _names(axis_name: Any, mesh: Any) -> tuple[str, ...]:
+def _names(axis_name: str | tuple[str, str] | None, mesh: Mesh) -> tuple[str, ...]:
     """Returns the one or two mesh axes that a row is spread over."""
     if axis_name is None:
         if len(mesh.axis_names) != 1:

@@ -55,7 +55,7 @@ class TiledCall(NamedTuple):
 
 def attend(
     inputs: Inputs,
-    seq_info: Any,
+    seq_info: object,
     options: Options,
     requested: tuple[str, ...] | None,
     functions: Any,
@@ -123,7 +123,7 @@ def rows_are_here(batch: int) -> bool:
 
 # Jitted, because an eager call would run every merge operation by operation.
 @partial(jax.jit, static_argnums=0, inline=True)
-def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Array | tuple[Array, Array]:
     """Runs the tiles of a call. Batch rows lie end to end meanwhile, because the plan of tiles is that of one row."""
     batch, tokens = q.shape[:2]
     if call.forward.rows > 1:

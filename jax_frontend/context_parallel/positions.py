@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ class BlockOrder(NamedTuple):
 
     table: tuple[tuple[int, ...], ...] | None
 
-    def to_block(self, array: Array, part: Any) -> Array:
+    def to_block(self, array: Array, part: Array | int) -> Array:
         """Returns ``[batch, places, ...]`` of a part's shards in the order of its block."""
         return array if self.table is None else _reorder(array, np.asarray(self.table), part)
 
-    def to_shards(self, array: Array, part: Any) -> Array:
+    def to_shards(self, array: Array, part: Array | int) -> Array:
         """The inverse of ``to_block``."""
         return array if self.table is None else _reorder(array, np.argsort(np.asarray(self.table), axis=1), part)
 
@@ -48,7 +48,7 @@ def block_order(layout: Layout, blocks: tuple[Block, ...]) -> BlockOrder:
     return BlockOrder(None if all(row == tuple(range(len(row))) for row in rows) else tuple(rows))
 
 
-def _reorder(array: Array, table: np.ndarray, part: Any) -> Array:
+def _reorder(array: Array, table: np.ndarray, part: Array | int) -> Array:
     if len(table) == 1:
         return take(array, table[0], axis=1)
     # A table, because one program runs in every part. "clip", because the indices are valid: the default would test

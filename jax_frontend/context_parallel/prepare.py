@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from attn_core.call.options import Options, check_options
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall, check_supported
@@ -81,7 +83,7 @@ class RankPlan(NamedTuple):
         copied = shard if self.call.repeats == 1 else jnp.repeat(shard, self.call.repeats, axis=2)
         return self._k_order.to_block(exchange.heads_to_positions(self.axes, copied), self.axes.part)
 
-    def shard_of_keys(self, block: Array, dtype: Any) -> Array:
+    def shard_of_keys(self, block: Array, dtype: DTypeLike) -> Array:
         """Returns the gradient of the shard from the gradient of this part's block; adds up copies of kv heads."""
         block = self._k_order.to_shards(block, self.axes.part)
         repeats = self.call.repeats
@@ -112,7 +114,12 @@ def explain_request(request: Request) -> Explanation:
 
 
 def build_request(
-    row_mesh: RowMesh, inputs: Inputs, options: Options, seq_info: Any, backends: tuple[str, ...] | None, **how: Any
+    row_mesh: RowMesh,
+    inputs: Inputs,
+    options: Options,
+    seq_info: SeqInfoLike,
+    backends: tuple[str, ...] | None,
+    **how: Any,
 ) -> Request:
     """Returns the request of a call, without a backward.
 
@@ -141,22 +148,22 @@ def build_request(
     )
 
 
-def local_request(request: Request, q: Any, k: Any, v: Any, sinks: Any) -> Request:
+def local_request(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Request:
     """Returns the request of one device, whose arrays may have a part of the batch and of the heads."""
     return request._replace(shards=tuple(None if array is None else _metadata(array) for array in (q, k, v, sinks)))
 
 
-def document_offsets(seq_info: Any) -> requests.Documents:
+def document_offsets(seq_info: SeqInfoLike) -> requests.Documents:
     """Returns the offsets of a row's packed documents as plain numbers; see ``attn_core.context_parallel.request``."""
     return requests.document_offsets(seq_info, _off_host)
 
 
-def _off_host(offsets: Any) -> str | None:
+def _off_host(offsets: object) -> str | None:
     if isinstance(offsets, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         return "traced ones"
     on_device = isinstance(offsets, jax.Array) and plan.device_name(offsets) != "cpu"
     return f"an array on {plan.device_name(offsets)}" if on_device else None
 
 
-def _metadata(array: Any) -> Metadata:
+def _metadata(array: Array) -> Metadata:
     return tuple(array.shape), np.dtype(array.dtype)

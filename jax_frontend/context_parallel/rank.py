@@ -37,7 +37,7 @@ PlanOf = Callable[..., RankPlan]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def attend(plan_of: PlanOf, call: Any, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+def attend(plan_of: PlanOf, call: object, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
     """Returns the shard of the output, or ``(out, lse)`` of it."""
     # Without a gradient, kernels that have no backward may run too.
     out, lse, _ = forward(plan_of(call, needs_backward=False), q, k, v, sinks, with_lse=with_lse)
@@ -45,7 +45,7 @@ def attend(plan_of: PlanOf, call: Any, with_lse: bool, q: Array, k: Array, v: Ar
 
 
 def _forward(
-    plan_of: PlanOf, call: Any, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None
+    plan_of: PlanOf, call: object, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None
 ) -> tuple[Any, Any]:
     """Returns (results, residuals). The names, for ``jax.checkpoint`` policies, are those that ``attention`` uses."""
     out, lse, residuals = forward(plan_of(call, needs_backward=True), q, k, v, sinks, with_lse=with_lse)
@@ -55,7 +55,7 @@ def _forward(
 
 
 def _backward(
-    plan_of: PlanOf, call: Any, with_lse: bool, residuals: Any, cotangents: Any
+    plan_of: PlanOf, call: object, with_lse: bool, residuals: Any, cotangents: Any
 ) -> tuple[Array, Array, Array, Array | None]:
     # None instead of zeros, so that the backward neither sends nor computes with dlse.
     cotangents = cotangents if with_lse else (cotangents, None)

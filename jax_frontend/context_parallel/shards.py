@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.layout import Layout, build_layout, check_axis
@@ -16,18 +15,19 @@ from attn_core.errors import ShapeError, SpecError
 from jax_frontend.context_parallel.mesh import RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.dispatch import plan
+from jax_frontend.dispatch.partitioning import Mesh
 
 Array = jax.Array
 
 
 def shard_sequence(
     x: Array,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     *,
     axis_name: str | tuple[str, str] | None = None,
     layout: str = "zigzag",
     dim: int = 1,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
 ) -> Array:
     """Reorders a row from positions to devices: the result is the shards of all devices, end to end.
 
@@ -56,13 +56,13 @@ def shard_sequence(
 
 def unshard_sequence(
     x: Array,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     *,
     length: int | None = None,
     axis_name: str | tuple[str, str] | None = None,
     layout: str = "zigzag",
     dim: int = 1,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
 ) -> Array:
     """The inverse of ``shard_sequence``: the row in the order of its positions.
 
@@ -96,12 +96,12 @@ def unshard_sequence(
 
 
 def shard_lengths(
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     *,
     length: int,
     axis_name: str | tuple[str, str] | None = None,
     layout: str = "zigzag",
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
 ) -> tuple[int, ...]:
     """Returns the number of positions of a row of ``length`` that each device holds, in the order of shards.
 

@@ -96,7 +96,7 @@ def _branches(context: TileContext, parts: tuple[PartTiles, ...], count: int) ->
     return jax.jit(run)
 
 
-def _call_back(*operands: Any, call: BridgedStep, program: ClosedJaxpr) -> list[Any]:
+def _call_back(*operands: Array, call: BridgedStep, program: ClosedJaxpr) -> list[Array]:
     out, lse = program.out_avals
     types = [(out.shape, out.dtype), (lse.shape, lse.dtype)]
     scratch = [((call.step.scratch(kind_of(call.device)),), call.spec.dtype), ((lse.size,), lse.dtype)]
@@ -106,14 +106,21 @@ def _call_back(*operands: Any, call: BridgedStep, program: ClosedJaxpr) -> list[
 _lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
 
 
-def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJaxpr, **_: Any) -> Any:
+def _lower_for_cpu(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: BridgedStep, program: ClosedJaxpr, **_: object
+) -> Any:
     if _is_exported(ctx) or not runs_on(call, "cpu"):
         return primitive_rules.lower_program(ctx, *operands, program=program)
     return _lower_callback(ctx, *operands, call=call, program=program)
 
 
 def _lower_for_gpu(
-    ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: tuple[Any, Any], program: ClosedJaxpr
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: BridgedStep,
+    axis: str | None,
+    meshes: tuple[jax.sharding.AbstractMesh, jax.sharding.Mesh | None],
+    program: ClosedJaxpr,
 ) -> Any:
     """Lowers a step to the bridge if its kernels are on this GPU, else to the program that runs part by part.
 
@@ -132,12 +139,14 @@ def _lower_for_gpu(
     return _lower_callback(known, *operands[:-1], call=call._replace(parts=parts), program=program)
 
 
-def _is_exported(ctx: Any) -> bool:
+def _is_exported(ctx: mlir.LoweringRuleContext) -> bool:
     """Returns whether a program is exported to other processes, whose devices are not known here."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
-def device_parts(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int], ...]:
+def device_parts(
+    ctx: mlir.LoweringRuleContext, axis: str, traced_under: jax.sharding.Mesh | None
+) -> tuple[tuple[int, int], ...]:
     """Returns (device id, index along a mesh axis) of every device that a program is lowered for; empty if unknown.
 
     JAX checks that a program runs on the devices of its meshes, in their order. For other devices it lowers the program
@@ -151,17 +160,21 @@ def device_parts(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int
     return tuple((device.id, int(index[along])) for index, device in np.ndenumerate(mesh.devices))
 
 
-def current_mesh() -> Any:
+def current_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh of ``jax.set_mesh`` with its devices; an empty mesh if none is set, None if JAX cannot tell."""
     return None if get_concrete_mesh is None else get_concrete_mesh()
 
 
-def _batch(operands: Any, mapped: Any, *, program: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
+def _batch(
+    operands: Sequence[Array], mapped: Sequence[int | None], *, program: ClosedJaxpr, **_: object
+) -> tuple[list[Array], list[int]]:
     results = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(mapped))(*operands)
     return results, [0] * len(results)
 
 
-def _differentiate(primals: Any, tangents: Any, *, program: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
+def _differentiate(
+    primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, program: ClosedJaxpr, **_: object
+) -> tuple[Sequence[Array], Sequence[Array]]:
     """Differentiates the branches. Their kernels then raise an error, because a tile has no derivative of its own."""
     # jax.jvp takes no symbolic zeros.
     tangents = [ad.instantiate_zeros(each) for each in tangents]

@@ -7,7 +7,7 @@ Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax_frontend.dispatch.local_call import varying_as
 from jax_frontend.dispatch.plan import Plan
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 class PartTiles(NamedTuple):
@@ -48,7 +49,7 @@ class PartTiles(NamedTuple):
 NO_TILES = PartTiles(())
 
 
-def switch_by_part(part: Any, parts: Sequence[PartTiles], run: Callable[..., Any], *operands: Any) -> Any:
+def switch_by_part(part: Array | int, parts: Sequence[PartTiles], run: Callable[..., T], *operands: Any) -> T:
     """Runs ``run(parts[part], *operands)``, with one branch for each distinct entry of ``parts``.
 
     ``run`` must not contain a collective, because devices take different branches.
@@ -197,7 +198,7 @@ def _tile_gradients(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v:
     """Returns the gradients of a tile's q, k and v. By the lse of whole rows, weights are those of the whole call."""
     packed = plan.spec.packed
 
-    def take_rows(array: Any, axis: int) -> Any:
+    def take_rows(array: Array | None, axis: int) -> Any:
         if array is None:
             return None
         array = take(array, index[0], axis)

@@ -27,7 +27,7 @@ from jax_frontend.dispatch.local_call import has_maximum, speaks_jax, vary_over,
 Array = jax.Array
 
 
-def fill_with_sinks(lse: Array, sinks: Array, end: Any = None) -> Array:
+def fill_with_sinks(lse: Array, sinks: Array, end: Array | int | None = None) -> Array:
     """Returns the log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` in place of -inf.
 
     Args:
@@ -120,7 +120,7 @@ class Derivative(NamedTuple):
         dout, dlse = ops.jvp(call_plan, operands, tangents)
         return (dout[None] if call_plan.one_row else dout, dlse)[: 1 + self.with_lse]
 
-    def transpose(self, *arrays: Any) -> list[Array]:
+    def transpose(self, *arrays: Array | None) -> list[Array]:
         """Reverse mode: runs the backend's backward. Raises NoBackendError if it has none."""
         spec = self.call_plan.spec
         if not spec.needs_backward:  # see _derivative_plan
@@ -136,7 +136,7 @@ class Derivative(NamedTuple):
         # Undoes the shapes of ``ops.backend_inputs``.
         return [getattr(gradients, f"d{name}").reshape(getattr(inputs, name).shape) for name in self.moving]
 
-    def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
+    def _split(self, arrays: tuple[Array | None, ...]) -> tuple[Inputs, Any, Any]:
         """Returns (inputs, out, lse) from the residuals, which come first among the arrays."""
         residuals = dict(zip(self.names, arrays, strict=False))
         out, lse = residuals.pop("out"), residuals.pop("lse", None)
@@ -154,7 +154,9 @@ def _attention(call: plan.Plan, inputs: Inputs) -> tuple[Array, ...]:
 
 # Symbolic zeros tell which inputs have a gradient, so that the backend needs no gradient of the others.
 @partial(_attention.defjvp, symbolic_zeros=True)
-def _derivative(call: plan.Plan, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Any, Any]:
+def _derivative(
+    call: plan.Plan, primals: tuple[Inputs], tangents: tuple[Inputs]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Returns the results and their tangents. The inputs with a tangent decide what the backend must support."""
     (inputs,) = primals
     moving = {name: moved for name, moved in _present(tangents[0]).items() if not _is_zero(moved)}
@@ -184,7 +186,7 @@ def _derivative(call: plan.Plan, primals: tuple[Inputs], tangents: tuple[Inputs]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def differentiable_attention(call: plan.Plan, inputs: Inputs) -> Any:
+def differentiable_attention(call: plan.Plan, inputs: Inputs) -> Array | tuple[Array, ...]:
     """Returns the output of a call, or a tuple of out and, as far as the call returns them, lse and max_logit."""
     out, *others = _attention(call, inputs)
     if inputs.sinks is not None and call.spec.return_lse:
@@ -221,9 +223,9 @@ def _apart(qkv: Array) -> dict[str, Array]:
     return {name: qkv[..., at, :, :] for at, name in enumerate("qkv")}
 
 
-def _present(inputs: Inputs) -> dict[str, Any]:
+def _present(inputs: Inputs) -> dict[str, Array]:
     return {name: array for name, array in inputs._asdict().items() if array is not None}
 
 
-def _is_zero(moved: Any) -> bool:
+def _is_zero(moved: object) -> bool:
     return isinstance(moved, jax.custom_derivatives.SymbolicZero)

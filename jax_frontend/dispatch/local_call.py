@@ -8,7 +8,7 @@ of ``jax_xla``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,14 +24,14 @@ from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.errors import SpecError, note_call
 from attn_core.selection import Target, refusals, row_maximum
 from jax_frontend.bridge import targets
-from jax_frontend.bridge.bridged_call import BridgedCall
+from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep
 from jax_frontend.dispatch import primitive_rules
 from jax_frontend.dispatch.plan import Plan
 
 Names = tuple[str, ...] | None
 
 
-def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+def result_types(call: BridgedCall, *operands: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of a call's results, varying over the same mesh axes of ``shard_map`` as its first operand.
 
     Otherwise JAX would take the results to be equal on every device. The first operand stands for all of them, because
@@ -40,7 +40,7 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
     spec, like = call.spec, jax.typeof(operands[0])
     if call.direction == "backward":
         by_name = dict(zip(call.names, operands, strict=True))
-        types = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in call.results]
+        types: list[Any] = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in call.results]
     else:
         rows = spec.lse_shape, spec.lse_dtype
         types = [(spec.out_shape, spec.dtype) if name in ("out", "dout") else rows for name in call.results]
@@ -75,7 +75,7 @@ def has_maximum(plan: Plan) -> bool:
     return record.forward_with_maximum(plan.spec) is not None
 
 
-def run(call: BridgedCall, *operands: Any) -> list[Any]:
+def run(call: BridgedCall, *operands: jax.Array) -> list[jax.Array]:
     """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable.
 
     XLA knows the call's operations by the name of its range; the name costs nothing when the program runs.
@@ -89,7 +89,7 @@ def run(call: BridgedCall, *operands: Any) -> list[Any]:
         raise
 
 
-def _run(call: BridgedCall, *operands: Any) -> list[Any]:
+def _run(call: BridgedCall, *operands: jax.Array) -> list[jax.Array]:
     """Runs a call on the arrays of one device, by a backend of JAX or through the bridge; checks what it returns."""
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
@@ -114,7 +114,7 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     return results
 
 
-def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[Any]:
+def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[jax.Array]:
     """Returns the results of a forward: out, and if the call wants them lse and the largest logits."""
     if not call.with_maximum:
         return list(record.forward(call.spec, inputs)[: 1 + call.with_lse])
@@ -129,18 +129,18 @@ def _forward(call: BridgedCall, record: Any, inputs: Inputs) -> list[Any]:
     return [*results[: 1 + call.with_lse], top]
 
 
-def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[Any]:
+def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, jax.Array]) -> list[jax.Array]:
     """Returns the tangents of a JAX backend's results, by JAX's derivative of its operations."""
     record = backends.load(call.backend, backends.kind_of(call.device))
 
-    def forward(moving: dict[str, Any]) -> list[Any]:
+    def forward(moving: dict[str, jax.Array]) -> list[jax.Array]:
         return list(record.forward(call.spec, inputs._replace(**moving))[: 1 + call.with_lse])
 
     primals = {name: getattr(inputs, name) for name in moved}
     return jax.jvp(forward, (primals,), (moved,))[1]  # type: ignore[no-any-return]
 
 
-def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
+def empty_results(call: BridgedCall, *operands: jax.Array) -> list[jax.Array]:
     """Returns the results of a call without queries or keys: out is 0; a log-sum-exp or a row's maximum is -inf."""
     values = [0.0 if name == "out" else -jnp.inf for name in call.results]
     types = result_types(call, *operands)
@@ -149,24 +149,24 @@ def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
     ]
 
 
-def varying_as(operands: Sequence[Any], constant: Any) -> Any:
+def varying_as(operands: Sequence[jax.Array], constant: jax.Array) -> jax.Array:
     """Types a constant, inside ``jax.shard_map``, as varying over every mesh axis that an operand varies over."""
     return vary_over(varying_axes(*operands), constant)
 
 
-def varying_axes(*arrays: Any) -> frozenset[str]:
+def varying_axes(*arrays: jax.Array) -> frozenset[str]:
     """Returns the mesh axes of ``jax.shard_map`` that some array varies over."""
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))  # type: ignore[attr-defined]
 
 
-def vary_over(axes: frozenset[str], array: Any) -> Any:
+def vary_over(axes: frozenset[str], array: jax.Array) -> jax.Array:
     """Types an array, inside ``jax.shard_map``, as varying over these axes as well."""
     # Sorted, because the order of a set of strings differs between processes, which must trace one program.
     missing = tuple(sorted(axes - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def to_inputs(named: dict[str, Any]) -> Any:
+def to_inputs(named: Mapping[str, jax.Array]) -> Any:
     """Returns named operands as Inputs with q, k and v as three arrays, or as PagedInputs for a paged call."""
     rest = {name: array for name, array in named.items() if name != "qkv"}
     if "block_table" in named:
@@ -176,14 +176,14 @@ def to_inputs(named: dict[str, Any]) -> Any:
     return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]
 
 
-def present_operands(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
+def present_operands(inputs: Inputs | PagedInputs, as_one: bool) -> tuple[tuple[str, ...], Sequence[jax.Array]]:
     """Returns the names of the operands that a call has, and the operands."""
     present = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
     names, operands = zip(*present, strict=True)
     return ("qkv", *names[1:]) if as_one else names, operands
 
 
-def run_anywhere(call: BridgedCall, requested: Names, *operands: Any) -> list[Any]:
+def run_anywhere(call: BridgedCall, requested: Names, *operands: jax.Array) -> list[jax.Array]:
     """Returns the results of a call, for any platform that it is lowered for; traceable.
 
     Args:
@@ -196,7 +196,7 @@ def run_anywhere(call: BridgedCall, requested: Names, *operands: Any) -> list[An
     return bridged_p.bind(*operands, call=call, requested=requested, program=program)  # type: ignore[no-any-return]
 
 
-def runs_on(call: Any, platform: str) -> bool:
+def runs_on(call: BridgedCall | BridgedStep, platform: str) -> bool:
     """Returns whether the kernels of a call run on a platform, by JAX's name for it."""
     return backends.kind_of(call.device) == platform
 
@@ -206,7 +206,7 @@ def _bridged(call: BridgedCall) -> Any:
     return jax.jit(partial(run, call))
 
 
-def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[Any]]:
+def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[jax.Array]]:
     """Returns a function that runs the call by XLA's operations.
 
     Raises:
@@ -258,7 +258,14 @@ def splittable(whole: Any) -> Any:
     return whole._replace(call=call._replace(backend=plain))
 
 
-def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
+def _lower(
+    platform: str,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    call: BridgedCall,
+    requested: Names,
+    program: ClosedJaxpr,
+) -> Any:
     if runs_on(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)
     else:  # planned for a GPU, say, and lowered for a CPU

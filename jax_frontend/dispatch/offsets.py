@@ -64,7 +64,9 @@ def _append(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @partial(jax.jit, static_argnames="ends", inline=True)
-def _concatenate(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
+def _concatenate(
+    both: tuple[jax.Array, jax.Array], ends: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[jax.Array, ...]:
     """Concatenates in one jitted function, so that an eager call launches one program on the GPU, not several."""
     pairs = zip(both, (jnp.array(side, jnp.int32) for side in ends), strict=True)
     # The tail's ends assume the smallest last offset; the real one is known when the program runs.

@@ -7,7 +7,7 @@ if folding would change the meaning (packed documents, mapped sinks).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from attn_core import backends
 from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.observe import compiled
-from attn_core.call.tensors import Gradients, Inputs, Tangents
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs, Tangents
 from attn_core.errors import SpecError
 from attn_core.selection import Target, forward_mode
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -34,6 +34,8 @@ from jax_frontend.dispatch import (
 )
 from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.vmap import MappedCall, batch_call
+
+Array = jax.Array
 
 
 class Results(NamedTuple):
@@ -62,7 +64,7 @@ def backend_inputs(plan: Plan, inputs: Inputs) -> Inputs:
     return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
 
 
-def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: bool = False) -> Results:
+def forward(plan: Plan, inputs: Inputs | PagedInputs, *, with_lse: bool = True, with_maximum: bool = False) -> Results:
     """Returns the results of a planned call; traceable.
 
     lse is None without ``with_lse``, or if the backend has none. The row maxima are None without ``with_maximum``,
@@ -81,7 +83,7 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: boo
     return Results(out, others[0] if with_lse else None, others[-1] if with_maximum else None)
 
 
-def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(plan: Plan, inputs: Inputs, out: Array, lse: Array | None, dout: Array, dlse: Array | None) -> Gradients:
     """Returns the gradients of a planned call; traceable. dlse is None if nothing depends on the log-sum-exp.
 
     lse is None if ``forward`` returned None. If ``plan.as_one``, dq is the gradient of the one array, and dk and dv
@@ -102,7 +104,7 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     return Gradients(**named)
 
 
-def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]:
+def jvp(plan: Plan, inputs: Inputs, tangents: Mapping[str, Array]) -> tuple[Array, Array]:
     """Returns the tangents of out and lse of a planned call; traceable.
 
     Args:
@@ -116,8 +118,8 @@ def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]
 
 
 def _planned_call(
-    direction: str, plan: Plan, inputs: Any, extras: dict[str, Any], **flags: bool
-) -> tuple[MappedCall, tuple[Any, ...]]:
+    direction: str, plan: Plan, inputs: Inputs | PagedInputs, extras: Mapping[str, Array], **flags: bool
+) -> tuple[MappedCall, tuple[Array, ...]]:
     """Returns a planned call, and its operands: the inputs that it has, then the extras.
 
     flags: fields of ``BridgedCall``.
@@ -129,7 +131,7 @@ def _planned_call(
     return MappedCall(call, requested=plan.requested), (*operands, *extras.values())
 
 
-def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> list[Any]:
+def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Array]) -> list[Array]:
     """Runs a call as its primitive, or as a JAX backend's plain operations if XLA must split those itself.
 
     XLA must split the operations itself in two cases. With dropout, the dropped weights depend on indices in the whole
@@ -148,12 +150,12 @@ def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -
 
 
 @lru_cache(maxsize=4096)
-def _jit_operations(call: MappedCall) -> Any:
+def _jit_operations(call: MappedCall) -> Callable[..., list[Array]]:
     """Jits the operations of a call; otherwise the backward of an eager call would run them one by one."""
     return jax.jit(call.run)
 
 
-def _bind(primitive: Primitive, call: MappedCall, *operands: Any) -> list[Any]:
+def _bind(primitive: Primitive, call: MappedCall, *operands: Array) -> list[Array]:
     # The program is traced here and passed as a parameter, because abstract evaluation, eager runs and lowering all
     # need it, and tracing is slow. Under ``jax.disable_jit``, tracing would unroll loops.
     with jax.disable_jit(False):
@@ -185,7 +187,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, prog
     return primitive_rules.lower_program(ctx, *operands, call=call, program=program)
 
 
-def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: ClosedJaxpr) -> tuple[Any, Any]:
+def _derivative(
+    primals: Sequence[Array], tangents: Sequence[Any], *, call: MappedCall, program: ClosedJaxpr
+) -> tuple[Sequence[Array], Sequence[Array]]:
     """Forward mode of a forward or a backward: differentiates the operations of a JAX backend that has forward mode.
 
     The tangents of a kernel's results are those of ``jax_xla``, if the caller named no other backend.
@@ -235,26 +239,26 @@ class OperationsDerivative(NamedTuple):
         count = len(self.call.call.results)
         return tuple(range(len(self.moving), len(self.moving) + count))
 
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def jvp(self, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         """Returns the results and their tangents."""
 
-        def run(*moved: Any) -> list[Any]:
+        def run(*moved: Array) -> list[Array]:
             rest = iter(moved)
             return self.call.run(*(next(rest) if moves else x for x, moves in zip(primals, self.moving, strict=True)))
 
         moved = [array for array, moves in zip(primals, self.moving, strict=True) if moves]
         return jax.jvp(run, moved, list(tangents))  # type: ignore[no-any-return]
 
-    def tangent(self, *arrays: Any) -> Sequence[Any]:
+    def tangent(self, *arrays: Array) -> Sequence[Array]:
         """Forward mode: returns the tangents of the results."""
         residuals = len(self.moving) + len(self.results)
         return self.jvp(arrays[: len(self.moving)], arrays[residuals:])[1]  # type: ignore[no-any-return]
 
-    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+    def differentiable(self, *arrays: Array) -> Sequence[Array]:
         """Forward mode of forward mode: the operations are JAX's."""
         return self.tangent(*arrays)
 
-    def transpose(self, *arrays: Any) -> Sequence[Any]:
+    def transpose(self, *arrays: object) -> Sequence[Array]:
         """Always raises: a backward's operations contain loops that JAX cannot differentiate in reverse mode."""
         raise SpecError(
             f"backend={self.call.call.backend!r}: expected second derivatives in forward over reverse mode "

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -65,8 +66,13 @@ _POOL = ("pages", "slots", "kv_heads", "dim")
 """The axes of k and v in pages."""
 _BROADCAST = ("mask", "bias", "alibi_slopes", "key_ranges")
 
-Known = Sequence[tuple[str, Sequence[int], Sequence[Any]]]
+Known = Sequence[tuple[str, Sequence[int], P]]
 """(name, shape, PartitionSpec) of every array with a known sharding; if two disagree, the earlier one counts."""
+
+
+Array = jax.Array
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 class Split(NamedTuple):
@@ -124,7 +130,7 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     return (*(f"mapped{axis}" for axis in mapped), *axes)
 
 
-def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
+def split_of(call: MappedCall, mesh: Mesh, known: Known) -> Split:
     """Returns how a mesh splits a call.
 
     If arrays shard one axis differently, the first array counts. A mesh axis that does not divide an axis is not used.
@@ -148,7 +154,7 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
 
 
-def part_of(call: MappedCall, mesh: Any, split: Split) -> Part:
+def part_of(call: MappedCall, mesh: Mesh, split: Split) -> Part:
     """Returns one device's part of a call.
 
     Raises:
@@ -166,7 +172,7 @@ def part_of(call: MappedCall, mesh: Any, split: Split) -> Part:
     return Part(call, local, split)
 
 
-def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
+def _local_spec(spec: AttentionSpec, mesh: Mesh, split: Split) -> AttentionSpec:
     heads, kv_heads = spec.num_heads // shards(mesh, split.heads), spec.num_kv_heads // shards(mesh, split.kv_heads)
     if split.heads and not split.kv_heads:
         # The device's query heads share one kv head if a group is a multiple of them. Else each reads its own copy,
@@ -184,7 +190,7 @@ def _entries(call: MappedCall, known: Known, axis: str) -> Iterator[tuple[str, .
                 yield (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
+def _dividing(axes: Sequence[str], size: int, mesh: Mesh) -> tuple[str, ...]:
     """Returns the longest prefix of the mesh axes whose number of shards divides the size."""
     # Ends at the latest without axes, because one part divides every size.
     prefix = tuple(axes)
@@ -193,7 +199,7 @@ def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
     return prefix
 
 
-def shards(mesh: Any, axes: Sequence[str]) -> int:
+def shards(mesh: Mesh, axes: Sequence[str]) -> int:
     """Returns the number of parts that the mesh axes split an axis into."""
     return prod(mesh.shape[axis] for axis in axes)
 
@@ -203,7 +209,7 @@ def shards(mesh: Any, axes: Sequence[str]) -> int:
 def jit_partitionable(call: MappedCall, partly_manual: bool) -> Any:
     """Jits a call as a function of its operands that XLA can split over a mesh, without a vmap rule."""
 
-    def whole(*operands: Any) -> list[Any]:
+    def whole(*operands: Array) -> list[Array]:
         # custom_partitioning accepts no captured array constants; the inner jit holds them.
         return list(jax.jit(call.run)(*operands))
 
@@ -224,20 +230,22 @@ def partly_manual() -> bool:
     return AxisType.Manual in types and any(kind is not AxisType.Manual for kind in types)
 
 
-def _known_shardings(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
+def _known_shardings(call: MappedCall, operands: Shapes, results: Shapes) -> Known:
     # Not strict: _results_sharding has no results yet.
     arrays = zip((*call.names, *call.call.results), (*operands, *results), strict=False)
     return [(name, array.shape, array.sharding.spec) for name, array in arrays if array.sharding is not None]
 
 
-def _shardings(call: MappedCall, mesh: Any, split: Split, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+def _shardings(call: MappedCall, mesh: Mesh, split: Split, names: Sequence[str], arrays: Shapes) -> list[NamedSharding]:
     return [
         NamedSharding(mesh, split.spec(axes_of(call, name, array.shape)))
         for name, array in zip(names, arrays, strict=True)
     ]
 
 
-def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
+def _partition(
+    call: MappedCall, mesh: jax.sharding.Mesh, operands: Shapes, results: Shapes
+) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
     """Returns (mesh, function of one device's operands, result shardings, operand shardings), as XLA expects them."""
     if not all(isinstance(array.sharding, NamedSharding) for array in operands):
         return _keep_whole(call, mesh, operands, results)
@@ -247,10 +255,10 @@ def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tupl
     return mesh, run, result_shardings, tuple(_shardings(call, mesh, split, call.names, operands))
 
 
-def _without_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _without_mesh(run: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
     """Runs a device's part without a mesh; JAX would otherwise type its arrays for the mesh that the caller has set."""
 
-    def outside(*operands: Any) -> list[Any]:
+    def outside(*operands: Array) -> list[Array]:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return run(*operands)
 
@@ -258,7 +266,7 @@ def _without_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _keep_whole(
-    call: MappedCall, mesh: Any, operands: Any, results: Any
+    call: MappedCall, mesh: jax.sharding.Mesh, operands: Shapes, results: Shapes
 ) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
     """Runs the whole call on every device, because its mesh is unknown.
 
@@ -277,13 +285,15 @@ def _keep_whole(
     return mesh, _without_mesh(call.run), shardings[1], tuple(shardings[0])
 
 
-def _results_sharding(call: MappedCall, mesh: Any, operands: Any, results: Any) -> list[Any]:
+def _results_sharding(
+    call: MappedCall, mesh: jax.sharding.Mesh, operands: Shapes, results: Shapes
+) -> list[NamedSharding]:
     """Returns the results' shardings, for GSPMD, the propagation that JAX used before Shardy."""
     split = split_of(call, mesh, _known_shardings(call, operands, ()))
     return _shardings(call, mesh, split, call.call.results, results)
 
 
-def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
+def _rule(call: MappedCall, mesh: jax.sharding.Mesh, operands: Any, results: Any) -> tuple[str, dict[str, object]]:
     """Returns Shardy's rule: batch and heads are one factor each in all arrays, and every other axis must be whole.
 
     Query heads are the factors (kv heads, group) if every choice of mesh axes splits the kv heads evenly. An uneven
@@ -328,7 +338,7 @@ def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str
     return text, {"need_replication_factors": tuple(whole), **sizes}
 
 
-def _run_part(part: Part, *operands: Any) -> list[Any]:
+def _run_part(part: Part, *operands: Array) -> list[Array]:
     """Runs the local call on one device's operands, and sums gradients over devices if their axis is split."""
     call = part.whole
     arrays = dict(zip(call.names, operands, strict=True))
@@ -355,7 +365,7 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
     return list(results.values())
 
 
-def _kv_heads_read(part: Part) -> Any:
+def _kv_heads_read(part: Part) -> Array:
     """Returns the kv heads that a device's query heads read: int32 ``[num_kv_heads of the local call]``."""
     local = part.local.call.spec
     first = jax.lax.axis_index(part.split.heads) * local.num_heads
@@ -363,7 +373,7 @@ def _kv_heads_read(part: Part) -> Any:
     return read_by // part.whole.call.spec.group_size
 
 
-def _scatter_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
+def _scatter_kv_heads(part: Part, gradient: Array, picked: Array) -> Array:
     """Scatters ``[..., local kv heads, channels]`` into ``[..., kv heads, channels]``; the other heads are 0."""
     wide = (*gradient.shape[:-2], part.whole.call.spec.num_kv_heads, gradient.shape[-1])
     # add, not set: several local heads may be copies of one kv head.
@@ -379,16 +389,16 @@ def _broadcast_axes(part: Part, name: str) -> tuple[str, ...]:
     return tuple(mesh_axis for axis, names in over.items() if axis not in axes for mesh_axis in names)
 
 
-def _sum_over(gradient: Any, over: tuple[str, ...], dtype: Any) -> Any:
+def _sum_over(gradient: Array, over: tuple[str, ...], dtype: np.dtype) -> Array:
     """Sums over the devices of mesh axes in float32, because a sum of bfloat16 values would be rounded at each step."""
     return jax.lax.psum(gradient.astype(_sum_dtype(gradient)), over).astype(dtype)
 
 
-def _sum_dtype(array: Any) -> Any:
+def _sum_dtype(array: Array) -> np.dtype:
     return jnp.promote_types(array.dtype, jnp.float32)
 
 
-def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: Sequence[Any]) -> list[Any]:
+def run_under_auto_axes(run: Callable[..., list[Array]], call: MappedCall, operands: Sequence[Array]) -> list[Array]:
     """Runs a call. Explicit mesh axes become Auto inside it, and its results get explicit shardings.
 
     Results are split as the call is; a gradient has the sharding of its operand.
@@ -405,7 +415,7 @@ def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operand
     return as_auto(run, mesh, [specs[name] for name in names])(*operands)  # type: ignore[no-any-return]
 
 
-def split_on(mesh: Any, call: MappedCall, operands: Sequence[Any]) -> Split:
+def split_on(mesh: Mesh, call: MappedCall, operands: Sequence[Array]) -> Split:
     """Returns how a mesh splits a call whose operands have types on it."""
     return split_of(call, mesh, [(name, a.shape, spec_of(a)) for name, a in zip(call.names, operands, strict=True)])
 
@@ -416,7 +426,7 @@ def run_like(run: Callable[..., Any], like: Any, *arrays: Any) -> Any:
     return run(*arrays) if mesh is None else as_auto(run, mesh, jax.tree.map(spec_of, like))(*arrays)
 
 
-def split_as(array: Any, like: Any) -> Any:
+def split_as(array: Array, like: Array) -> Array:
     """Returns an array whose axes are split as the first of another's, if a mesh with Explicit axes splits one."""
     mesh = explicit_mesh((array, like))
     if mesh is None:
@@ -424,18 +434,18 @@ def split_as(array: Any, like: Any) -> Any:
     return jax.sharding.reshard(array, NamedSharding(mesh, P(*spec_of(like)[: array.ndim])))
 
 
-def spec_of(array: Any) -> Any:
+def spec_of(array: Array) -> P:
     """Returns the PartitionSpec in an array's type."""
     return jax.typeof(array).sharding.spec  # type: ignore[attr-defined]
 
 
-def explicit_mesh(arrays: Any) -> Any:
+def explicit_mesh(arrays: object) -> jax.sharding.AbstractMesh | None:
     """Returns the mesh of the first array on a mesh with Explicit axes, or None."""
     meshes = (jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays))  # type: ignore[attr-defined]
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def as_auto(run: Callable[..., Any], mesh: Any, specs: Any) -> Callable[..., Any]:
+def as_auto(run: Callable[..., Any], mesh: Mesh, specs: object) -> Callable[..., Any]:
     """Returns a function in which the mesh's Explicit axes are Auto, and whose results have these PartitionSpecs."""
     axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
     results = jax.tree.map(partial(NamedSharding, mesh), specs)

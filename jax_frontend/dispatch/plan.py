@@ -34,6 +34,9 @@ from attn_core.selection.target import jax_device_name
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.forked import check_process
 
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
+"""An argument of a function that runs nothing."""
+
 
 class Plan(NamedTuple):
     """A checked call and the backend that runs it: all of a call that JAX knows while it traces."""
@@ -198,7 +201,7 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
     return metadata_of(inputs[: len(Arrays._fields)])
 
 
-def metadata_of(arrays: Iterable[Any]) -> tuple[Metadata | None, ...]:
+def metadata_of(arrays: Iterable[ArrayOrShape | np.ndarray | None]) -> tuple[Metadata | None, ...]:
     """Returns (shape, dtype) of each array or shape; None for an absent array."""
     # One function for all, because every eager call runs it.
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in arrays)
@@ -209,12 +212,12 @@ def facts_of(metadata: tuple[Metadata | None, ...], device: str) -> list[Any]:
     return [entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata]
 
 
-def device_name(array: Any) -> str:
+def device_name(array: object) -> str:
     """Returns the name of an array's device, such as "cpu" or "sm90". A traced array has JAX's default device."""
     return jax_device_name(_device(array))
 
 
-def is_on_host(array: Any, *, or_elsewhere: bool = False) -> bool:
+def is_on_host(array: object, *, or_elsewhere: bool = False) -> bool:
     """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU.
 
     Args:
@@ -227,12 +230,12 @@ def is_on_host(array: Any, *, or_elsewhere: bool = False) -> bool:
     return or_elsewhere or device_name(array) == "cpu"
 
 
-def device_index(array: Any) -> int:
+def device_index(array: object) -> int:
     """Returns the index of an array's device among this process's devices of its kind; torch counts the same way."""
     return int(_device(array).local_hardware_id or 0)
 
 
-def _device(array: Any) -> Any:
+def _device(array: object) -> jax.Device:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))
     # A traced array has no device yet. ``local_call`` corrects the guess if the program is lowered for another one.
@@ -241,7 +244,7 @@ def _device(array: Any) -> Any:
     return jax.devices(device)[0] if isinstance(device, str) else device
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Raises SpecError unless ``key`` is one PRNG key, from ``jax.random.key`` or as raw uint32 words."""
     expected = "dropout_rng: expected one PRNG key such as jax.random.key(0), got"
     if not isinstance(key, jax.Array):
@@ -259,14 +262,14 @@ def check_arrays(inputs: Inputs, *, shapes_only: bool = False) -> None:
             check_array(name, array, shapes_only=shapes_only)
 
 
-def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
+def ranges_as_array(key_ranges: ArrayOrShape | np.ndarray, *, shapes_only: bool = False) -> Any:
     """Returns key ranges as a JAX array, or with ``shapes_only`` as its shape; ``attn_core.masks`` builds numpy's."""
     if isinstance(key_ranges, np.ndarray):
         check_int32("key_ranges", key_ranges.dtype)
     return moved_array("key_ranges", key_ranges, shapes_only=shapes_only)
 
 
-def moved_array(name: str, array: Any, *, shapes_only: bool = False) -> Any:
+def moved_array(name: str, array: ArrayOrShape | np.ndarray, *, shapes_only: bool = False) -> Any:
     """Returns an argument as a JAX array, or with ``shapes_only`` as its shape; an array of numpy moves to a device."""
     if isinstance(array, np.ndarray):
         return jax.device_put(array)  # explicitly, which ``jax.transfer_guard`` allows
@@ -287,7 +290,7 @@ def as_array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name}: expected an array, got {kind.__module__}.{kind.__qualname__}") from None
 
 
-def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
+def check_array(name: str, value: object, *, shapes_only: bool = False) -> None:
     """Raises TypeError or DTypeError unless ``value`` is a JAX array of numbers, and RuntimeError if JAX would hang.
 
     With ``shapes_only`` a ShapeDtypeStruct is accepted, too, and nothing will run.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -35,35 +36,35 @@ def program_primitive(name: str) -> Primitive:
     return primitive
 
 
-def _run_eagerly(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+def _run_eagerly(*operands: jax.Array, program: ClosedJaxpr, **_: object) -> list[jax.Array]:
     """Runs a program compiled, under ``jax.disable_jit``, too, as every primitive of JAX is."""
     with jax.disable_jit(False):
         return list(_jit_program(program)(*operands))
 
 
 @lru_cache(maxsize=4096)
-def _jit_program(program: ClosedJaxpr) -> Any:
+def _jit_program(program: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     """Returns the program as a jitted function. ``ops._count_compilation`` knows it by its name."""
     run = jaxpr_as_fun(program)
 
-    def attention_program(*operands: Any) -> Any:
+    def attention_program(*operands: jax.Array) -> list[jax.Array]:
         return run(*operands)
 
     return jax.jit(attention_program)
 
 
-def _result_types(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+def _result_types(*operands: object, program: ClosedJaxpr, **_: object) -> list[Any]:
     return list(program.out_avals)
 
 
-def _run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+def _run_program(*operands: jax.Array, program: ClosedJaxpr, **_: object) -> list[jax.Array]:
     return list(jaxpr_as_fun(program)(*operands))
 
 
 lower_program = mlir.lower_fun(_run_program, multiple_results=True)
 
 
-def _raise_no_transpose(cotangents: Any, *operands: Any, **_: Any) -> Any:
+def _raise_no_transpose(cotangents: object, *operands: object, **_: object) -> Never:
     raise SpecError(
         "jax.linear_transpose: expected a function whose operations are linear, but attention is not linear; use "
         "jax.vjp or jax.grad, also for the gradient of v alone (attention is linear in v)"

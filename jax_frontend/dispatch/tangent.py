@@ -7,7 +7,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,13 +27,13 @@ class Linear(Protocol):
     def results(self) -> tuple[int, ...]:
         """The indices of the residuals that have the types of the output tangents."""
 
-    def tangent(self, *arrays: Any) -> Sequence[Any]:
+    def tangent(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Returns the output tangents, from residuals and input tangents; linear in the input tangents."""
 
-    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+    def differentiable(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Returns ``tangent`` in operations that JAX differentiates; raises SpecError if there are none."""
 
-    def transpose(self, *arrays: Any) -> Sequence[Any]:
+    def transpose(self, *arrays: jax.Array | None) -> Sequence[jax.Array]:
         """Returns the cotangents of the input tangents, from residuals and output cotangents; None is a zero."""
 
 
@@ -49,29 +49,31 @@ class MappedDerivative(NamedTuple):
         """The indices of one element's derivative."""
         return self.element.results
 
-    def tangent(self, *arrays: Any) -> Sequence[Any]:
+    def tangent(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Maps the tangent over the elements."""
         return self._map(self.element.tangent, arrays)
 
-    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+    def differentiable(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Maps the differentiable tangent over the elements."""
         return self._map(self.element.differentiable, arrays)
 
-    def transpose(self, *arrays: Any) -> Sequence[Any]:
+    def transpose(self, *arrays: jax.Array | None) -> Sequence[jax.Array]:
         """Maps the transpose over the elements."""
         return self._map(self.element.transpose, arrays)
 
-    def _map(self, function: Any, arrays: tuple[Any, ...]) -> Any:
+    def _map(
+        self, function: Callable[..., Sequence[jax.Array]], arrays: tuple[jax.Array | None, ...]
+    ) -> Sequence[jax.Array]:
         rest = (None if array is None else 0 for array in arrays[len(self.axes) :])
         return jax.vmap(function, (*self.axes, *rest), axis_size=self.size)(*arrays)
 
 
-def bind(linear: Linear, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def bind(linear: Linear, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the output tangents, by a call of the primitive."""
     return tangent_p.bind(*residuals, *tangents, linear=linear, count=len(residuals))  # type: ignore[no-any-return]
 
 
-def _run(*arrays: Any, linear: Linear, count: int) -> list[Any]:
+def _run(*arrays: jax.Array, linear: Linear, count: int) -> list[jax.Array]:
     return list(linear.tangent(*arrays))
 
 
@@ -79,7 +81,9 @@ def _result_types(*arrays: Any, linear: Linear, count: int) -> list[Any]:
     return [arrays[at] for at in linear.results]
 
 
-def _transpose(cotangents: Sequence[Any], *arrays: Any, linear: Linear, count: int) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[jax.Array | ad.Zero], *arrays: Any, linear: Linear, count: int
+) -> list[jax.Array | None]:
     # No result matters, so no kernel runs.
     if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
         return [None] * len(arrays)
@@ -89,11 +93,13 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, linear: Linear, count: i
     return [None] * count + [each if is_unknown else None for each, is_unknown in zip(results, unknown, strict=True)]
 
 
-def _derivative(primals: Sequence[Any], tangents: Sequence[Any], *, linear: Linear, count: int) -> tuple[Any, Any]:
+def _derivative(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, linear: Linear, count: int
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """Forward mode of forward mode: differentiates the operations of the tangent."""
     moving = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    def run(*moved: Any) -> list[Any]:
+    def run(*moved: jax.Array) -> list[jax.Array]:
         arrays = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
         return list(linear.differentiable(*arrays.values()))
 
@@ -101,8 +107,8 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], *, linear: Line
 
 
 def _batch(
-    arrays: Sequence[Any], axes: Sequence[int | None], *, linear: Linear, count: int
-) -> tuple[list[Any], list[int]]:
+    arrays: Sequence[jax.Array], axes: Sequence[int | None], *, linear: Linear, count: int
+) -> tuple[list[jax.Array], list[int]]:
     """The rule for vmap: the primitive with a derivative that maps the inner one, so it can be transposed again."""
     size, front, mapped = mapped_first(arrays, axes)
     # Tangents and the residuals of their types must all have the mapped axis: a result's type comes from its residual.
@@ -114,7 +120,7 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _broadcast(array: Any, size: int, like: Any) -> Any:
+def _broadcast(array: jax.Array, size: int, like: jax.Array) -> jax.Array:
     """Returns the array with a mapped axis in front; on a mesh with Explicit axes split as the mapped axis of like."""
     sharding = jax.typeof(like).sharding  # type: ignore[attr-defined]
     if AxisType.Explicit not in sharding.mesh.axis_types:

@@ -43,13 +43,13 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
 
 
-def check_cache(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+def check_cache(qkv: tuple[jax.Array, ...], keywords: Mapping[str, Any]) -> None:
     """Runs ``check`` for a call on rows of a cache, with the tensors and the keywords of its form with key ranges."""
     inputs, options = cache_rows.as_inputs(qkv, keywords)
     check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), options), inputs, None)
 
 
-def ranges_here(key_ranges: Any, *, named: bool) -> bool:
+def ranges_here(key_ranges: object, *, named: bool) -> bool:
     """Returns whether kernels without key ranges may run the call in parts, because the values are on the host.
 
     named: whether the call names backends. Automatic choice reads numpy's arrays alone, because it has key ranges.
@@ -57,7 +57,7 @@ def ranges_here(key_ranges: Any, *, named: bool) -> bool:
     return isinstance(key_ranges, np.ndarray) or (named and plan.is_on_host(key_ranges))
 
 
-def check_tables(spec: AttentionSpec, info: SeqInfo | None, key_ranges: Any) -> None:
+def check_tables(spec: AttentionSpec, info: SeqInfo | None, key_ranges: object) -> None:
     """Checks the values of offsets and key ranges that are on the host; traced ones have none yet.
 
     Kernels clamp offsets elsewhere, and wrong ranges there only hide keys.
@@ -72,7 +72,7 @@ def check_tables(spec: AttentionSpec, info: SeqInfo | None, key_ranges: Any) -> 
             check_values(np.asarray(key_ranges), spec.q_len)
 
 
-def _check_offsets(spec: AttentionSpec, side: str, longest: int, offsets: Any) -> None:
+def _check_offsets(spec: AttentionSpec, side: str, longest: int, offsets: jax.Array | np.ndarray) -> None:
     tokens = spec.q_len if side == "q" else spec.kv_len
     known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are clamped when they run
     check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)
@@ -83,7 +83,7 @@ def are_traced(inputs: Inputs) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in inputs)
 
 
-def report_results(call: BridgedCall, operands: Sequence[Any], results: Sequence[Any]) -> None:
+def report_results(call: BridgedCall, operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> None:
     """Makes the program warn of NaN in the results of a call with finite operands, whenever it runs; traceable."""
     report = partial(warn_of_results, range_name(call.backend, call.spec, call.direction), call.spec.dropout)
     named = dict(zip(call.results, results, strict=True))
@@ -91,16 +91,18 @@ def report_results(call: BridgedCall, operands: Sequence[Any], results: Sequence
     jax.debug.callback(report, dict(zip(call.names, operands, strict=True)), named)
 
 
-def _warn_of_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
+def _warn_of_ranges(spec: AttentionSpec, key_ranges: jax.Array | np.ndarray) -> None:
     _warn(check_values, np.asarray(key_ranges), spec.q_len)
 
 
-def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:
+def _warn_of_offsets(
+    spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: jax.Array | np.ndarray, keys: jax.Array | np.ndarray
+) -> None:
     _warn(_check_offsets, spec, "q", max_len_q, queries)
     _warn(_check_offsets, spec, "k", max_len_k, keys)
 
 
-def _warn(check: Callable[..., None], *arguments: Any) -> None:
+def _warn(check: Callable[..., None], *arguments: object) -> None:
     """Warns of the error that a check raises."""
     try:
         check(*arguments)
@@ -108,7 +110,7 @@ def _warn(check: Callable[..., None], *arguments: Any) -> None:
         warnings.warn(str(error), CheckWarning, stacklevel=3)
 
 
-def _numpy(array: Any) -> Any:
+def _numpy(array: jax.Array | None) -> np.ndarray | None:
     if array is None:
         return None
     return np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)

@@ -92,7 +92,7 @@ class MappedCall(NamedTuple):
         )
         return not (spec.packed or unbatched or summed or counted or self._refusals_of(self._wide_spec()))
 
-    def run(self, *operands: Any) -> list[Any]:
+    def run(self, *operands: jax.Array) -> list[jax.Array]:
         """Returns the results; traceable."""
         if not self.sizes:
             return local_call.run_anywhere(self.call, self.requested, *operands)
@@ -103,20 +103,20 @@ class MappedCall(NamedTuple):
         # [mapped * batch, ...] -> [*mapped, batch, ...]
         return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
 
-    def _run_separately(self, operands: Sequence[Any]) -> list[Any]:
+    def _run_separately(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Runs each element as its own call: a JAX backend under ``jax.vmap``, kernels one after another."""
         one, mapped = self.inner, self.mapped[0]
         if local_call.speaks_jax(self.call):
             return list(jax.vmap(one.run, [0 if moves else None for moves in mapped])(*operands))
 
-        def run(rows: list[Any]) -> list[Any]:
+        def run(rows: list[jax.Array]) -> list[jax.Array]:
             moving = iter(rows)
             return one.run(*(next(moving) if moves else fixed for fixed, moves in zip(operands, mapped, strict=True)))
 
         # A loop, because a kernel's custom call has no rule for vmap. It holds one trace of the call for all elements.
         return list(jax.lax.map(run, [array for array, moves in zip(operands, mapped, strict=True) if moves]))
 
-    def _fold(self, at: int, array: Any) -> Any:
+    def _fold(self, at: int, array: jax.Array) -> jax.Array:
         """Returns an operand with its mapped axes folded into its batch axis; unchanged, if all batch rows share it."""
         name, has, batch = self.names[at], self.axes_in_front(at), self.call.spec.batch
         rest = array.shape[len(has) :]
@@ -167,22 +167,22 @@ Bind = Callable[..., list[Any]]
 
 
 def batch_call(
-    bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: MappedCall, **_: Any
-) -> tuple[list[Any], list[int]]:
+    bind: Bind, operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MappedCall, **_: object
+) -> tuple[list[jax.Array], list[int]]:
     """Applies the vmap rule of the primitives in ``ops``: binds the primitive again, with one more mapped axis."""
     size, front, mapped = mapped_first(operands, axes)
     results = bind(call.with_mapped_axis(size, mapped), *front) if size else _no_results(call, front, mapped)
     return results, [0] * len(results)
 
 
-def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int, list[Any], list[bool]]:
+def mapped_first(arrays: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[int, list[jax.Array], list[bool]]:
     """Returns (the mapped axis' size, the arrays with that axis moved to the front, whether each array has it)."""
     size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
     front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
     return size, front, [axis is not None for axis in axes]
 
 
-def _no_results(call: MappedCall, front: list[Any], mapped: list[bool]) -> list[Any]:
+def _no_results(call: MappedCall, front: list[jax.Array], mapped: list[bool]) -> list[jax.Array]:
     """Returns the results of a vmap over 0 elements: arrays with a leading axis of size 0."""
     # Without elements there is nothing to run, so the types come from an abstract run of one.
     one = [jax.ShapeDtypeStruct(array.shape[moves:], array.dtype) for array, moves in zip(front, mapped, strict=True)]

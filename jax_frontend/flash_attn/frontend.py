@@ -45,7 +45,7 @@ def _positions(before: Array, tokens: int, banded: bool) -> Array:
     return first + jnp.arange(tokens, dtype=jnp.int32)
 
 
-def _values_on_host(q: Array, *tables: Array | None) -> tuple[Any, ...] | None:
+def _values_on_host(q: Array, *tables: Array | None) -> tuple[np.ndarray | None, ...] | None:
     if not all([each is None or plan.is_on_host(each) for each in tables]):
         return None
     return tuple([None if each is None else np.asarray(each) for each in tables])

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from attn_core.call import checks, key_ranges
 from attn_core.call.checks import CheckWarning
@@ -47,7 +48,7 @@ from jax_frontend.paged.attention import paged_attention
 
 def attend(
     layer: LayerFields, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
-) -> Any:
+) -> jax.Array | tuple[jax.Array, tuple[jax.Array, ...]]:
     """Projects x to q, k and v, rotates q and k, computes attention, and projects the output.
 
     Args:
@@ -158,7 +159,7 @@ def _attend_in_pages(
     return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
 
 
-def _check_decode(layer: LayerFields, context: Any, call: LayerCall) -> None:
+def _check_decode(layer: LayerFields, context: object, call: LayerCall) -> None:
     """Checks the options and arguments of a layer in decode mode.
 
     Raises:
@@ -306,7 +307,9 @@ def _visible(ahead: jax.Array, new: int, left: int | None) -> jax.Array:
     return jnp.stack([starts, stops], -1)
 
 
-def _within(ranges: Any, visible: jax.Array, index: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+def _within(
+    ranges: jax.Array | np.ndarray | None, visible: jax.Array, index: jax.Array, sizes: tuple[int, int]
+) -> jax.Array:
     """Returns key ranges of the new tokens: the visible ones, inside the caller's ranges of whole rows."""
     if ranges is None:
         return visible[None, None, :, None, :]
@@ -320,7 +323,7 @@ def _within(ranges: Any, visible: jax.Array, index: jax.Array, sizes: tuple[int,
     return jnp.clip(array - index, visible[:, None, :1], visible[:, None, 1:])
 
 
-def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> Any:
+def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> jax.Array | None:
     """Returns the bias with ALiBi's in it, because kernels count ALiBi's distances from the end of the cache.
 
     Args:
@@ -348,7 +351,7 @@ def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> Any
     return bias.astype(jnp.promote_types(bias.dtype, dtype)) + alibi
 
 
-def _floats(name: str, value: Any) -> jax.Array:
+def _floats(name: str, value: ArrayLike) -> jax.Array:
     array = as_array(name, value)
     if str(array.dtype) not in DTYPES:
         raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
@@ -369,7 +372,7 @@ def _moved(given: Mapping[str, Any], index: jax.Array) -> dict[str, Any]:
     return {**moved, "aux": (*aux, index)}
 
 
-def _moved_function(name: str, function: Any) -> Callable[..., Any]:
+def _moved_function(name: str, function: Callable[..., Any] | TracedFunction) -> Callable[..., Any]:
     if isinstance(function, TracedFunction):
         raise SpecError(
             f"{name}: expected a function with decode=True, got one that is traced already; pass its source"

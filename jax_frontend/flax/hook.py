@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from attn_core.call.layers import ON_ROWS, options_of
 from attn_core.call.seq_info import SeqInfo
@@ -70,16 +71,16 @@ class AttentionFn:
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
+        dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         precision: Any = None,
-        module: Any = None,
+        module: object = None,
         force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Callable[..., Any] | None = None,
-        qk_attn_weights_einsum: Callable[..., Any] | None = None,
-        attn_weights_value_einsum: Callable[..., Any] | None = None,
+        einsum_dot_general: object = None,
+        qk_attn_weights_einsum: object = None,
+        attn_weights_value_einsum: object = None,
         promote_dtype: Callable[..., Any] | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
@@ -173,7 +174,7 @@ class AttentionFn:
         rotated = self.rotary(query, key, positions)
         return rotated[0].astype(query.dtype), rotated[1].astype(key.dtype)
 
-    def _identity(self) -> tuple[Any, ...]:
+    def _identity(self) -> tuple[object, ...]:
         # Arrays count by id, because comparing values would wait for the device, and traced arrays have no values.
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple(id(value) if name in _ARRAYS else value for name, value in named)
@@ -201,7 +202,9 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
     return query.shape[:-3]
 
 
-def promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
+def promote(
+    arrays: tuple[jax.Array, ...], dtype: DTypeLike | None, promote_dtype: Callable[..., Any] | None
+) -> tuple[jax.Array, ...]:
     """Returns query, key and value in ``dtype``, or in the dtype to which they promote.
 
     Args:
@@ -224,7 +227,7 @@ def promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[.
     return tuple(array.astype(target) for array in arrays)
 
 
-def _check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
+def _check_dropout(broadcast_dropout: bool, dropout_rng: jax.Array | None, dropout_rate: float) -> None:
     """Checks the dropout keywords of a call that drops weights."""
     if broadcast_dropout:
         raise SpecError(
@@ -236,7 +239,7 @@ def _check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: floa
         raise SpecError(f"dropout_rng=None: expected a JAX random key for dropout_rate={dropout_rate}")
 
 
-def _refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: Any) -> None:
+def _refuse_weights(module: object, dot_general: object, qk_einsum: object, value_einsum: object) -> None:
     """Raises SpecError for keywords that need the matrix of attention weights."""
     if module is not None:
         raise SpecError(
@@ -253,7 +256,7 @@ def _refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum:
             raise SpecError(f"{name}: expected None, because the kernels run no einsum that it could replace")
 
 
-def _check_one_causal_query(q_len: int, kv_len: int, mask: Any) -> None:
+def _check_one_causal_query(q_len: int, kv_len: int, mask: object) -> None:
     """Raises SpecError if ``is_causal`` without an alignment would let one query see the first key only.
 
     The layers of flax 0.12.8 call like this in decode mode, with the cache's mask; later versions omit ``is_causal``.
@@ -266,7 +269,7 @@ def _check_one_causal_query(q_len: int, kv_len: int, mask: Any) -> None:
         )
 
 
-def _check_positions(input_positions: Any, rotary: Any, q_len: int, kv_len: int) -> None:
+def _check_positions(input_positions: object, rotary: object, q_len: int, kv_len: int) -> None:
     """Checks that positions come with a rotary embedding, and that it gets as many keys as queries."""
     if rotary is None and input_positions is not None:
         raise SpecError(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn.initializers import Initializer, lecun_normal, zeros
+from jax.typing import DTypeLike
 
 from attn_core.backends.shared.in_jax import current_precision, current_precision_level, document_numbers
 from attn_core.call.layers import ON_ROWS, OVER_RANKS, options_of, refuse_over_ranks
@@ -82,7 +83,9 @@ class Projections(NamedTuple):
     out: Callable[[jax.Array], jax.Array]
 
 
-def then(project: Callable[[Any], Any], norm: Callable[[Any], Any] | None) -> Callable[[jax.Array], jax.Array]:
+def then(
+    project: Callable[[jax.Array], jax.Array], norm: Callable[[jax.Array], jax.Array] | None
+) -> Callable[[jax.Array], jax.Array]:
     """Returns a projection whose heads are normalised, as normalize_qk wants them; the projection itself if norm is
     None."""
     return project if norm is None else lambda x: norm(project(x))
@@ -131,7 +134,7 @@ class LayerCall(NamedTuple):
     store: CacheStore | None = None
 
 
-def check_inputs(x: Any, context: Any, pages: Any) -> None:
+def check_inputs(x: Any, context: Any, pages: object) -> None:
     """Raises an error unless a layer's inputs are arrays; context may be None. ``check_paged_layer`` checks the rank of
     x with pages."""
     for name, array in (("x", x), ("context", context)):
@@ -145,7 +148,7 @@ def check_inputs(x: Any, context: Any, pages: Any) -> None:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
 
 
-def check_precision(precision: Any, dtype: Any) -> None:
+def check_precision(precision: Any, dtype: DTypeLike | None) -> None:
     """Checks a ``jax.lax.Precision``, its name, or a pair of them. JAX uses a precision in float32 only.
 
     Every kernel multiplies float32 as precisely as HIGHEST, except ``jax_xla`` under a lower
@@ -231,7 +234,7 @@ def four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return _fold(name, array.reshape((1,) * (rank - array.ndim) + array.shape), batch)
 
 
-def row_positions(name: str, positions: Any, batch: tuple[int, ...], length: int) -> jax.Array | None:
+def row_positions(name: str, positions: jax.Array | None, batch: tuple[int, ...], length: int) -> jax.Array | None:
     """Returns positions that broadcast to ``[batch..., length]`` as ``[batch, length]``; None for None."""
     if positions is None:
         return None
@@ -265,7 +268,7 @@ def _fold_tokens(name: str, array: Any, batch: tuple[int, ...]) -> Any:
     return array.reshape(math.prod(batch), shape[-1])
 
 
-def _fold_ranges(ranges: Any, batch: tuple[int, ...]) -> Any:
+def _fold_ranges(ranges: jax.Array | np.ndarray, batch: tuple[int, ...]) -> jax.Array | np.ndarray:
     """Folds ``[batch..., kv_heads or 1, kv_len, ranges, 2]``; ``[1, kv_heads or 1, ...]`` is shared by all rows."""
     if ranges.ndim == 5 and ranges.shape[0] == 1:
         return ranges
@@ -277,7 +280,7 @@ def _fold_ranges(ranges: Any, batch: tuple[int, ...]) -> Any:
     return _fold("key_ranges", ranges, batch)
 
 
-def _fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
+def _fold(name: str, array: jax.Array | np.ndarray, batch: tuple[int, ...]) -> Any:
     """Folds the batch axes of an array of numpy or JAX, each of which may be 1; all of 1 become one axis of 1."""
     lead, tail = array.shape[: len(batch)], array.shape[len(batch) :]
     if all(size == 1 for size in lead):

@@ -34,13 +34,13 @@ def append_kv(
     k: Array,
     v: Array,
     *,
-    block_table: Any = None,
-    seq_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    slot_mapping: Any = None,
+    block_table: Array | np.ndarray | None = None,
+    seq_lens: Array | np.ndarray | None = None,
+    cu_seqlens_q: Array | np.ndarray | None = None,
+    slot_mapping: Array | np.ndarray | None = None,
     rotary: tuple[Array, Array] | None = None,
     rotary_interleaved: bool = False,
-    positions: Any = None,
+    positions: Array | np.ndarray | None = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     **unknown: Never,
@@ -106,7 +106,7 @@ def append_kv(
     return tuple(array for array in results if array is not None)
 
 
-def without_int64(slots: Any, page_size: int) -> Any:
+def without_int64(slots: Array | np.ndarray | None, page_size: int) -> Array | None:
     """Returns slots in numpy as int32 ``[2, tokens]``, each slot's page and the offset in it; others as they are.
 
     JAX may have no int64, and a pool may have more slots than int32 has numbers.
@@ -114,7 +114,7 @@ def without_int64(slots: Any, page_size: int) -> Any:
     return jnp.array(pages_and_offsets(slots, page_size)) if isinstance(slots, np.ndarray) else slots
 
 
-def _append(*arguments: Any) -> Any:
+def _append(*arguments: Any) -> tuple[Array | None, ...]:
     """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools and scales."""
     *arrays, interleaved = arguments
     k_pages, v_pages, _, _, k_scales, v_scales, *_ = arrays
@@ -129,14 +129,14 @@ def _written(
     v: Array,
     k_scales: Array | None,
     v_scales: Array | None,
-    table: Array | None,
-    lengths: Array | None,
+    table: Any,
+    lengths: Any,
     cu: Array | None,
     cos: Array | None,
     sin: Array | None,
     slots: Array | None,
     positions: Any,
-) -> Any:
+) -> tuple[Array | None, ...]:
     """Writes k and v, the keys rotated, and quantised if there are scales. Returns the pools and scales.
 
     slots: of each token, instead of the three tables; or, ``[2, tokens]``, each slot's page and the offset in it.
@@ -177,7 +177,7 @@ def new_tokens(tokens: int, lengths: Array, cu: Array | None) -> tuple[Array, Ar
 
 
 def _places_of_tables(
-    tokens: int, page_size: int, table: Any, lengths: Any, cu: Array | None
+    tokens: int, page_size: int, table: Array, lengths: Array, cu: Array | None
 ) -> tuple[Array, Array, Array]:
     """Returns each new token's page, the offset in it, and its position; page -1 if it has no place."""
     batch, width = table.shape
@@ -188,7 +188,9 @@ def _places_of_tables(
     return jnp.where(inside, page, -1), position % page_size, position
 
 
-def write_rows(pages: Array, scales: Array | None, places: tuple[Array, Array], rows: Array) -> tuple[Array, Any]:
+def write_rows(
+    pages: Array, scales: Array | None, places: tuple[Array, Array], rows: Array
+) -> tuple[Array, Array | None]:
     """Returns (pages, scales) with rows ``[tokens, kv_heads, dim]`` at their pages and offsets, quantised if there are
     scales. A page past the end of the pool is skipped."""
     if scales is None:

@@ -21,6 +21,7 @@ from attn_core.paged import arguments
 from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Selection, new_plans, override
 from jax_frontend.dispatch import differentiable, ops, plan
+from jax_frontend.dispatch.plan import ArrayOrShape
 from jax_frontend.paged.tables import as_operand, checked_tables, on_host
 
 Array = jax.Array
@@ -45,13 +46,13 @@ def paged_attention(
     k_pages: Array,
     v_pages: Array,
     *,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any = None,
+    block_table: Array | np.ndarray,
+    seq_lens: Array | np.ndarray,
+    cu_seqlens_q: Array | np.ndarray | None = None,
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
-    key_ranges: Any = None,
+    key_ranges: Array | np.ndarray | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     scale: float | None = None,
@@ -59,7 +60,7 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     alibi_slopes: Array | None = None,
-    kv_starts: Any = None,
+    kv_starts: Array | np.ndarray | None = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     invariant: str | None = None,
@@ -132,7 +133,13 @@ _shared = SharedOptions(paged_attention, ExplainPagedKeywords.__optional_keys__)
 
 @_shared
 def explain_paged(
-    q: Any, k_pages: Any, v_pages: Any, *, block_table: Any, seq_lens: Any, **options: Unpack[ExplainPagedKeywords[Any]]
+    q: ArrayOrShape,
+    k_pages: ArrayOrShape,
+    v_pages: ArrayOrShape,
+    *,
+    block_table: ArrayOrShape | np.ndarray,
+    seq_lens: ArrayOrShape | np.ndarray,
+    **options: Unpack[ExplainPagedKeywords[ArrayOrShape]],
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     said = _shared.complete(explain_paged, {**options}) | {"block_table": block_table, "seq_lens": seq_lens}
@@ -156,7 +163,7 @@ def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
+def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Array | tuple[Array, Array]:
     """Runs a planned call on pages. Offsets that nobody could check are clamped first."""
     spec = call_plan.spec
     unchecked = inputs.cu_seqlens_q is not None and call_plan.device != "cpu"
@@ -173,7 +180,7 @@ def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
 
 
 @partial(_attention.defjvp, symbolic_zeros=True)
-def _derivative(call_plan: plan.Plan, primals: Any, tangents: Any) -> Any:
+def _derivative(call_plan: plan.Plan, primals: tuple[PagedInputs], tangents: tuple[PagedInputs]) -> Any:
     zero = jax.custom_derivatives.SymbolicZero
     if all(isinstance(tangent, zero) for tangent in jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, zero))):
         out = _attention(call_plan, *primals)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
@@ -44,9 +45,9 @@ class PagedKVCache(PagedCache[Array]):
     def __init__(
         self,
         *,
-        dtype: Any = jnp.float32,
-        device: Any = None,
-        kv_dtype: Any = None,
+        dtype: DTypeLike = jnp.float32,
+        device: jax.Device | jax.sharding.Sharding | None = None,
+        kv_dtype: DTypeLike | None = None,
         **sizes: Unpack[CacheSizes],
     ) -> None:
         try:
@@ -92,7 +93,9 @@ class PagedKVCache(PagedCache[Array]):
                 )
         return pools
 
-    def _placement_of_tables(self, device: Any) -> Any:
+    def _placement_of_tables(
+        self, device: jax.Device | jax.sharding.Sharding | None
+    ) -> jax.Device | jax.sharding.Sharding | None:
         """Returns the tables' device; for a sharding, one that puts whole tables on every device of its mesh."""
         if isinstance(device, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec())
@@ -105,23 +108,23 @@ class PagedKVCache(PagedCache[Array]):
                 # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
                 pools[layer] = _copy_pages(pool, source, target)
 
-    def _to_host(self, pages: tuple[int, ...]) -> Any:
+    def _to_host(self, pages: tuple[int, ...]) -> list[Array | np.ndarray]:
         return [to_host(pool, pages) for pools in self._pool_lists() for pool in pools]
 
-    def _from_host(self, there: Any, pages: tuple[int, ...]) -> None:
+    def _from_host(self, there: list[Array | np.ndarray], pages: tuple[int, ...]) -> None:
         copies = iter(there)
         for pools in self._pool_lists():
             for layer, pool in enumerate(pools):
                 pools[layer] = from_host(pool, next(copies), pages)  # stored at once, as above
 
-    def _to_device(self, array: np.ndarray | None) -> Any:
+    def _to_device(self, array: np.ndarray | None) -> Array | None:
         if array is None:
             return None
         # Without a device the table is uncommitted, as the pools are, so JAX may move it to arrays on another device.
         return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
 
 
-def _without_channels(device: Any) -> Any:
+def _without_channels(device: jax.Device | jax.sharding.Sharding | None) -> jax.Device | jax.sharding.Sharding | None:
     """Returns where the scales of a pool are: as the pool, which has one more axis."""
     if not isinstance(device, jax.sharding.NamedSharding):
         return device
@@ -134,7 +137,7 @@ def _copy_pages(pool: Array, source: Array, target: Array) -> Array:
     return pool.at[target].set(pool[source])
 
 
-def to_host(pool: Array, pages: tuple[int, ...]) -> Any:
+def to_host(pool: Array, pages: tuple[int, ...]) -> Array | np.ndarray:
     """Copies pages of a pool to the host: an array ``[count, page_size, kv_heads, dim]`` in pinned memory.
 
     The count is that of ``_padded``. The result is a numpy array if a device of the pool has no pinned memory.
@@ -186,8 +189,8 @@ jax.tree_util.register_pytree_node(
 def pages_that_fit(
     memory: int | None = None,
     *,
-    dtype: Any = jnp.float32,
-    device: Any = None,
+    dtype: DTypeLike = jnp.float32,
+    device: jax.Device | None = None,
     fraction: float = 0.9,
     **sizes: Unpack[PoolSizes],
 ) -> int:
@@ -211,7 +214,7 @@ def pages_that_fit(
     return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
-def name_of(dtype: Any) -> Any:
+def name_of(dtype: DTypeLike | None) -> Any:
     """Returns the name of a dtype; another value, such as a name, as it is."""
     if dtype is None or isinstance(dtype, str):
         return dtype
@@ -221,7 +224,7 @@ def name_of(dtype: Any) -> Any:
         return dtype
 
 
-def _free_memory(device: Any) -> int:
+def _free_memory(device: object) -> int:
     device = jax.devices()[0] if device is None else device
     if not isinstance(device, jax.Device):
         raise SpecError(f"device={shown(device)}: expected a jax.Device, or None")

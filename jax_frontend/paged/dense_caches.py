@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from attn_core.call import cache_rows, checks
 from attn_core.call.arguments import Arrays
@@ -30,10 +31,12 @@ from attn_core.selection.dense_caches import Form, form_of
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import partitioning, plan, value_checks
 from jax_frontend.dispatch.partitioning import Split
+from jax_frontend.dispatch.plan import ArrayOrShape
 from jax_frontend.dispatch.vmap import MappedCall
 from jax_frontend.paged.attention import explain_paged, paged_attention
 
 Array = jax.Array
+Shaped = tuple[ArrayOrShape, ArrayOrShape, ArrayOrShape]
 Keywords = dict[str, Any]
 
 
@@ -54,7 +57,12 @@ class _Call(NamedTuple):
         return {**cache_rows.ABSENT, **plain, **tables, "backend": self.backend}
 
 
-def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
+def attend(
+    attention: Callable[..., Array | tuple[Array, ...]],
+    qkv: tuple[Array, Array, Array],
+    rows: CacheRows,
+    options: Keywords,
+) -> Array | tuple[Array, ...]:
     """Runs ``attention`` on the keys of each row of a cache.
 
     Args:
@@ -77,7 +85,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
 
 def explain(
     explain: Callable[..., Selection],
-    qkv: tuple[Any, ...],
+    qkv: Shaped,
     rows: CacheRows,
     options: Keywords,
     needs_backward: bool | None,
@@ -106,7 +114,7 @@ def explain(
 
 
 def _checked(
-    qkv: tuple[Any, ...], rows: CacheRows, options: Keywords, *, shapes_only: bool = False
+    qkv: Shaped, rows: CacheRows, options: Keywords, *, shapes_only: bool = False
 ) -> tuple[CacheRows, Keywords]:
     """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, the options with window as a pair."""
     q, k, v = qkv
@@ -135,7 +143,7 @@ def _checked(
     return CacheRows(*moved), options
 
 
-def _form(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Form:
+def _form(qkv: Shaped, rows: CacheRows, options: Keywords) -> Form:
     """Returns the form that a checked call, of arrays or their shapes, takes as long as nothing is differentiated."""
     q, k, v = qkv
     device, names = plan.device_name(q), requested_names(options["backend"]) or override.requested()
@@ -161,7 +169,7 @@ def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRo
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
+def _from_pages(call: _Call, arrays: dict[str, Array]) -> Array | tuple[Array, Array]:
     run, on_mesh = partial(_run, call), split_of_rows(arrays)
     if on_mesh is None:
         return run(arrays)
@@ -169,13 +177,13 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     return partitioning.as_auto(run, mesh, _specs(call, split))(arrays)
 
 
-def _specs(call: _Call, split: Split) -> Any:
+def _specs(call: _Call, split: Split) -> P | tuple[P, P]:
     """Returns the PartitionSpecs of the results."""
     out, lse = split.spec(("batch", "queries", "heads", "dim")), split.spec(("batch", "heads", "queries"))
     return (out, lse) if call.options.return_lse else out
 
 
-def _run(call: _Call, arrays: dict[str, Array]) -> Any:
+def _run(call: _Call, arrays: dict[str, Array]) -> Array | tuple[Array, Array]:
     """Runs a call on a cache with lengths: as packed documents, or as a pool in which each row is a page."""
     q, k, v = (arrays[name] for name in "qkv")
     batch, count = q.shape[:2]
@@ -229,7 +237,7 @@ def as_documents(
     return cache_rows.as_documents(jnp, (q, k, v), rows, (first, queries), options)
 
 
-def shapes_of_documents(qkv: tuple[Any, ...], options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
+def shapes_of_documents(qkv: Shaped, options: Keywords) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Keywords]:
     """Returns ``as_documents`` of arrays or their shapes, with shapes in place of arrays."""
     (batch, count), kv_len = qkv[0].shape[:2], qkv[1].shape[1]
     plain = {name: options[name] for name in (*PLAIN, "sinks", "alibi_slopes", "backend")}
@@ -254,7 +262,7 @@ def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
     return mesh, partitioning.split_on(mesh, call, list(arrays.values()))
 
 
-def as_ranges(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
+def as_ranges(qkv: tuple[Array, Array, Array], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
     """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
     theirs = options["key_ranges"]
     theirs = None if theirs is None else plan.ranges_as_array(theirs)
@@ -267,7 +275,9 @@ def rows_of(arrays: dict[str, Array]) -> CacheRows:
     return CacheRows(*(arrays.get(name) for name in CacheRows._fields))
 
 
-def ranges(qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, options: Keywords) -> tuple[Array, Array, Array]:
+def ranges(
+    qkv: tuple[Array, Array, Array], rows: CacheRows, theirs: Array | None, *, options: Keywords
+) -> tuple[Array, Array, Array]:
     """Returns the key ranges of the call, and k and v as ``[batch, kv_len, ...]`` with 0 outside of each row.
 
     theirs: the caller's key ranges, or None.
@@ -294,7 +304,7 @@ def ranges(qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, options: Keywo
     return key_ranges, _within(inside, k), _within(inside, v)
 
 
-def _rows_read(cache: Array, index: Array, out: Any = None) -> Array:
+def _rows_read(cache: Array, index: Array, out: NamedSharding | None = None) -> Array:
     return cache.at[index].get(out_sharding=out)
 
 
@@ -311,8 +321,8 @@ def _within(inside: Array, array: Array) -> Array:
 
 
 def with_ranges(
-    q: Any, k: Any, v: Any, rows: CacheRows, key_ranges: Any, options: Keywords
-) -> tuple[tuple[Any, ...], Keywords]:
+    q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape, rows: CacheRows, key_ranges: ArrayOrShape, options: Keywords
+) -> tuple[tuple[ArrayOrShape, ...], Keywords]:
     """Returns the arrays and the keywords of ``attention`` for the same call with these key ranges."""
     changed: Keywords = {"key_ranges": key_ranges, "causal": False, "window": None}
     slopes = options["alibi_slopes"]
@@ -328,7 +338,7 @@ def with_ranges(
     return (q, k, v), options | changed
 
 
-def _offsets(q_len: Any, kv_len: Any, batch: Any, kv_lengths: Any) -> Array:
+def _offsets(q_len: int, kv_len: int, batch: int, kv_lengths: Array | None) -> Array:
     """Returns the key at which the first query of each row stands."""
     lengths = jnp.full((batch,), kv_len, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
     return lengths - q_len

@@ -8,6 +8,7 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
@@ -21,7 +22,7 @@ Array = jax.Array
 
 @hide_unknown
 def apply_rotary(
-    x: Array, cos: Array, sin: Array, *, positions: Any, interleaved: bool = False, **unknown: Never
+    x: Array, cos: Array, sin: Array, *, positions: Array | np.ndarray, interleaved: bool = False, **unknown: Never
 ) -> Array:
     """Rotates pairs of channels by angles that depend on each token's position: a rotary embedding.
 
@@ -56,7 +57,7 @@ def apply_rotary(
     return _jit_rotate(x, cos, sin, copy_numpy(positions), interleaved, x.dtype)  # type: ignore[no-any-return]
 
 
-def rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: Any) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: DTypeLike) -> Array:
     """Returns x ``[..., heads, head_dim]`` rotated, rounded once to a dtype."""
     kind = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     rows = jnp.clip(positions, 0, cos.shape[0] - 1)
@@ -70,7 +71,7 @@ def rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool
 
 
 @partial(jax.jit, static_argnums=(4, 5), inline=True)
-def _jit_rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: Any) -> Array:
+def _jit_rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: DTypeLike) -> Array:
     run = partial(rotate, interleaved=interleaved, dtype=dtype)
     return partitioning.run_like(run, x, x, cos, sin, positions)  # type: ignore[no-any-return]
 

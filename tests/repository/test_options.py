@@ -9,17 +9,19 @@ from operator import attrgetter
 from typing import Any, get_type_hints
 
 import jax
+import numpy as np
 import pytest
 import torch
 
 from attn_core.call import keywords
 from attn_core.call.options import OPTIONS, PAGED, PLAIN, Door, Layout, Option, Options, Window, names_at
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.tracing import TracedFunction
 
 FRONTENDS = ("torch_frontend", "jax_frontend")
-TYPES = {"Callable": Callable, "Sequence": Sequence, "Any": Any, "Window": Window, "Layout": Layout}
-TYPES |= {"TracedFunction": TracedFunction}
+TYPES = {"Callable": Callable, "Sequence": Sequence, "Window": Window, "Layout": Layout, "np": np}
+TYPES |= {"TracedFunction": TracedFunction, "SeqInfoLike": SeqInfoLike}
 ARRAYS = {
     "torch_frontend": {"Array": torch.Tensor, "Random": torch.Generator, "Tensor": torch.Tensor, "torch": torch},
     "jax_frontend": {"Array": jax.Array, "Random": jax.Array},

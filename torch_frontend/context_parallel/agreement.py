@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.context_parallel.request import Request, describe_request
@@ -95,7 +96,7 @@ def _share(request: Request, compiled: bool, meeting: Meeting | None, axes: tupl
     return SharedCall(request, plan, meeting, *(Exchange.of(kind, text) for kind in kinds))
 
 
-def announce_error(error: Exception, mesh: Any) -> None:
+def announce_error(error: Exception, mesh: DeviceMesh) -> None:
     """Tells the other ranks of a mesh that this rank raises, so that they raise too; does nothing without a mesh.
 
     Raises:
@@ -255,7 +256,14 @@ class Meeting:
     """
 
     def __init__(
-        self, store: Any, watched: Any, *, rank: int, size: int, timeout: float, play: Callable[[str, Any], None]
+        self,
+        store: dist.Store,
+        watched: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        timeout: float,
+        play: Callable[[str, Any], object],
     ) -> None:
         self._store, self._rank, self._size, self._timeout, self._play = store, rank, size, timeout, play
         self._lock = free_in_children(Lock())
@@ -437,7 +445,7 @@ class Meeting:
         if None not in answers and (self._final or (raises and len(set(calls.values())) > 1)):
             raise SpecError(self._final or _listed(calls))
 
-    def _hear(self, store: Any, number: int, asker: int, text: str) -> None:
+    def _hear(self, store: dist.Store, number: int, asker: int, text: str) -> None:
         """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread."""
         with self._lock:
             if number in self._answered:  # a second answer might differ, and other ranks have read the first
@@ -454,7 +462,7 @@ class Meeting:
         answer = Answer(_shown(begun[0]), [[each.kind, each.call] for each in begun], late)
         store.set(f"{number}/{self._rank}", json.dumps(answer))
 
-    def _compare(self, store: Any) -> None:
+    def _compare(self, store: dist.Store) -> None:
         """Shows this rank's newest exchanges, and compares them with those of the next rank. The watcher calls it."""
         with self._lock:
             begun = [] if self.unsettled or self._final else list(self._begun)
@@ -493,7 +501,7 @@ def _listed(calls: dict[int, str], number: int | None = None) -> str:
     return f"context_parallel_attention: expected the same call on every rank, got{where}\n{lines}"
 
 
-def _start_watcher(meeting: Meeting, store: Any, seconds: float) -> None:
+def _start_watcher(meeting: Meeting, store: dist.Store, seconds: float) -> None:
     """Starts a thread that looks into a store until the process, its groups or the meeting end."""
     ended, process = Event(), os.getpid()
     thread = Thread(target=_watch, args=(ref(meeting), store, seconds, ended), name="attn_core watcher", daemon=True)
@@ -508,7 +516,7 @@ def _start_watcher(meeting: Meeting, store: Any, seconds: float) -> None:
     atexit.register(end)
 
 
-def _watch(meeting: ref[Meeting], store: Any, seconds: float, ended: Event) -> None:
+def _watch(meeting: ref[Meeting], store: dist.Store, seconds: float, ended: Event) -> None:
     """Answers other ranks' questions until the group of processes or the meeting ends, which it does not keep alive."""
     question = 1
     while not ended.wait(seconds) and dist.is_initialized():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Never, Required, Unpack, overload
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,6 +15,7 @@ from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -25,6 +27,7 @@ from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.context_parallel.prepare import explain_request
 from torch_frontend.context_parallel.shards import document_offsets, shard_sequence, unshard_sequence
 from torch_frontend.dispatch import autocast, plan, tensor_kinds
+from torch_frontend.dispatch.prepared import Requested
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
@@ -66,11 +69,11 @@ def context_parallel_attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
-    key_ranges: Any = None,
+    key_ranges: Tensor | np.ndarray | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -180,7 +183,15 @@ def explain_context_parallel(
 
 
 def _build_request(
-    q: Any, k: Any, v: Any, sinks: Any, mesh: Any, options: Options, seq_info: Any, backend: Any, **how: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mesh: DeviceMesh,
+    options: Options,
+    seq_info: SeqInfoLike,
+    backend: Requested,
+    **how: Any,
 ) -> tuple[tuple[Tensor, ...], Request]:
     """Checks a call's tensors and options; returns (q, k and v with a batch axis, the request)."""
     _check_tensors(q, k, v, sinks)
@@ -211,7 +222,7 @@ def _with_batch_axis(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([tensor[None] if tensor.dim() == 3 else tensor for tensor in tensors])
 
 
-def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
@@ -222,7 +233,7 @@ def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:
             raise DTypeError(f"{name}: expected the dtype of q ({q.dtype}), got {tensor.dtype}; cast it")
 
 
-def to_local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
+def to_local(tensors: Sequence[Tensor], mesh: DeviceMesh) -> tuple[Tensor, ...]:
     """Returns the local parts of q, k and v if they are DTensors; plain tensors are returned as they are.
 
     Raises:
@@ -234,7 +245,7 @@ def to_local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     return tuple(_checked_local(name, tensor, mesh) for name, tensor in zip("qkv", tensors, strict=True))
 
 
-def _checked_local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
+def _checked_local(name: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns this rank's part of a DTensor whose positions are split over the row's axes, and over no others."""
     if not isinstance(tensor, DTensor):
         raise SpecError(f"{name}: expected a DTensor, as the others of q, k and v are")
@@ -260,7 +271,7 @@ def _axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> tuple[Sequence[Any], 
     return axes, row_axes
 
 
-def to_dtensor(out: torch.Tensor, q: Any, mesh: DeviceMesh) -> Any:
+def to_dtensor(out: torch.Tensor, q: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns the output as a DTensor with the placements of q, if q is a DTensor."""
     if not isinstance(q, DTensor):
         return out

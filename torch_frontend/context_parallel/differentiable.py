@@ -31,7 +31,9 @@ class Attention(torch.autograd.Function):
     """Arguments: the call, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
 
     @staticmethod
-    def forward(ctx: Any, call: SharedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, call: SharedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
         with_lse = call.request.options.return_lse
         results, residuals = forward.forward(call.plan, q, k, v, sinks, with_lse=with_lse, keep=True)
         # A thread of autograd, which has a context of its own, may run the backward.
@@ -42,7 +44,7 @@ class Attention(torch.autograd.Function):
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         call: SharedCall = ctx.call
         try:
             sinks, *tensors = _saved_tensors(ctx)
@@ -67,7 +69,7 @@ class Attention(torch.autograd.Function):
 
 
 @without_create_graph
-def _saved_tensors(ctx: Any) -> Any:
+def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     """Returns what the forward saved. Raises if a graph is recorded, was freed, or if a tensor was overwritten."""
     return ctx.saved_tensors
 
@@ -130,7 +132,7 @@ TENSORS = 4
 """How many of an op's arguments are tensors; they come first."""
 
 
-def op_arguments(request: Request) -> tuple[Any, ...]:
+def op_arguments(request: Request) -> tuple[object, ...]:
     """Returns the arguments of the ops that follow the tensors."""
     outer, *inner = request.axes
     return (
@@ -185,7 +187,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out.contiguous(), lse.contiguous(), count
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return *ops.results_like(Inputs(q, k, v)), q.new_empty((), dtype=torch.int64)
 
 
@@ -219,7 +221,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     nothing = (None,) * len(ctx.rest)
     if dout is None and dlse is None:

@@ -306,7 +306,7 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return _below_autograd(_ops.wait_tensor.default, tensor)  # type: ignore[no-any-return]
 
 
-def _below_autograd(operator: Any, *arguments: Any) -> Any:
+def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
     if torch.compiler.is_compiling():  # a trace keeps the operators themselves
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from attn_core.call.after_fork import free_in_children
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike
 from attn_core.context_parallel import index_arrays
 from attn_core.context_parallel.layout import Layout
 from attn_core.context_parallel.request import row_lengths
@@ -40,7 +40,7 @@ class ActiveMesh(NamedTuple):
     length: int | None
     seq_info: Any
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Runs ``context_parallel_attention`` on shards ``[batch, shard, heads, dim]``."""
         from torch_frontend.context_parallel.attention import context_parallel_attention
 
@@ -49,7 +49,7 @@ class ActiveMesh(NamedTuple):
             q, k, v, mesh=self.mesh, strategy=strategy, layout=layout, length=length, seq_info=info, **options
         )
 
-    def tell(self, check: Callable[..., T], *arguments: Any) -> T:
+    def tell(self, check: Callable[..., T], *arguments: object) -> T:
         """Returns what a function returns. If it raises, the other ranks hear of it: they would wait for this one."""
         try:
             return check(*arguments)
@@ -93,7 +93,7 @@ class ActiveMesh(NamedTuple):
         """Returns how many of this rank's places hold a position."""
         return min(places, self.row_layout(places).position_count(self.rank))
 
-    def position_ids(self, shard: int, device: Any) -> Tensor:
+    def position_ids(self, shard: int, device: torch.device | str) -> Tensor:
         """Returns int32 ``[shard]``: the position (in its document) at each of this rank's places; 0 if none."""
         return _position_ids(self.row_layout(shard), self.documents, self.rank, torch.device(device))
 
@@ -145,7 +145,7 @@ def use_context_parallel(
     strategy: str | None = None,
     layout: str = "zigzag",
     length: int | None = None,
-    seq_info: Any = None,
+    seq_info: SeqInfoLike = None,
 ) -> Iterator[None]:
     """Runs the attention layers inside the block on rows whose positions are spread over the ranks of ``mesh``.
 
@@ -190,7 +190,7 @@ def active_mesh() -> ActiveMesh | None:
     return _active.get()
 
 
-def active_for(module: Any) -> ActiveMesh | None:
+def active_for(module: object) -> ActiveMesh | None:
     """Returns the block that a layer runs under.
 
     A backward that recomputes a layer may run in another thread or after the block. It uses the block of the layer's

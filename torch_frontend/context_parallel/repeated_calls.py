@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.call.options import Options, is_plain_window
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike
 from torch_frontend.context_parallel.agreement import SharedCall, find_meeting
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.prepared import Prepared, Request
+from torch_frontend.dispatch.prepared import Prepared, Request, Requested
 from torch_frontend.dispatch.prepared import find as find_prepared
 
 Tensor = torch.Tensor
@@ -56,7 +57,12 @@ _known: deque[RepeatedCall] = deque(maxlen=MOST_KNOWN)
 
 
 def find(
-    tensors: tuple[Any, ...], mesh: Any, seq_info: Any, backend: Any, options: Options, how: dict[str, Any]
+    tensors: tuple[Any, ...],
+    mesh: DeviceMesh,
+    seq_info: SeqInfoLike,
+    backend: Requested,
+    options: Options,
+    how: dict[str, Any],
 ) -> RepeatedCall | None:
     """Returns what is known of calls like this one; None for a call that is always checked as a whole.
 
@@ -83,7 +89,7 @@ def _prepare(request: Request) -> Prepared:
     return Prepared(call.current, lambda: call.current, "all")
 
 
-def _documents(seq_info: Any) -> tuple[Any, ...]:
+def _documents(seq_info: SeqInfoLike) -> tuple[object, ...]:
     """Returns what a plan depends on of ``seq_info``. Reads the values, which the caller may have changed.
 
     Raises:
@@ -99,7 +105,7 @@ def _documents(seq_info: Any) -> tuple[Any, ...]:
     return *queries, *keys, seq_info.max_len_q, seq_info.max_len_k
 
 
-def _values(offsets: Any) -> tuple[Any, Any]:
+def _values(offsets: object) -> tuple[tuple[int, ...], object]:
     if type(offsets) is not np.ndarray and not (type(offsets) is Tensor and offsets.is_cpu):
         raise TypeError("offsets that are not on the host")
     return tuple(offsets.tolist()), offsets.dtype

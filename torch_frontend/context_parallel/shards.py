@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.context_parallel import index_arrays, request
 from attn_core.context_parallel import layout as layouts
 from attn_core.errors import ShapeError
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def shard_sequence(
-    x: Tensor, mesh: DeviceMesh, *, layout: str = "zigzag", dim: int = 1, seq_info: Any = None
+    x: Tensor, mesh: DeviceMesh, *, layout: str = "zigzag", dim: int = 1, seq_info: SeqInfoLike = None
 ) -> Tensor:
     """Returns this rank's shard of a whole row that every rank has: of q, k and v, or of tokens, labels and positions.
 
@@ -48,7 +49,7 @@ def shard_sequence(
 
 @torch.no_grad()
 def unshard_sequence(
-    x: Tensor, mesh: DeviceMesh, *, length: int, layout: str = "zigzag", dim: int = 1, seq_info: Any = None
+    x: Tensor, mesh: DeviceMesh, *, length: int, layout: str = "zigzag", dim: int = 1, seq_info: SeqInfoLike = None
 ) -> Tensor:
     """Returns the whole row of ``length`` positions on every rank, from every rank's shard ``x``. Has no gradient.
 
@@ -83,7 +84,9 @@ def unshard_sequence(
     return shards.index_select(0, order).movedim(0, dim)
 
 
-def shard_lengths(mesh: DeviceMesh, *, length: int, layout: str = "zigzag", seq_info: Any = None) -> tuple[int, ...]:
+def shard_lengths(
+    mesh: DeviceMesh, *, length: int, layout: str = "zigzag", seq_info: SeqInfoLike = None
+) -> tuple[int, ...]:
     """Returns the number of positions of a row of ``length`` that each rank holds, in the order of ranks.
 
     They are at the first places of a shard. All shards have the places of the rank with the most positions, so the last
@@ -98,7 +101,7 @@ def shard_lengths(mesh: DeviceMesh, *, length: int, layout: str = "zigzag", seq_
     return row_layout(mesh, layout, length, document_offsets(seq_info)).position_counts
 
 
-def document_offsets(seq_info: Any) -> request.Documents:
+def document_offsets(seq_info: SeqInfoLike) -> request.Documents:
     """Returns the offsets of a row's packed documents as plain numbers; see ``attn_core.context_parallel.request``."""
     return request.document_offsets(seq_info, _off_host)
 

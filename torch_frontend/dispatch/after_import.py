@@ -7,8 +7,10 @@ and most processes use neither.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -30,7 +32,9 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name, self.action = name, action
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # those before have passed; to ask them would recurse
@@ -43,7 +47,7 @@ class _Finder(MetaPathFinder):
         """Makes a loader run the action after its module."""
         run_module = loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module: ModuleType) -> None:
             run_module(module)
             # Looking for a spec is no import, so the finder stays until the module has run.
             if self in sys.meta_path:

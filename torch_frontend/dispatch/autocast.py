@@ -34,7 +34,7 @@ def in_autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor.to(dtype) if tensor is not None and _is_cast(tensor.dtype) else tensor for tensor in tensors)
 
 
-def switched_off(device: torch.device) -> AbstractContextManager[Any]:
+def switched_off(device: torch.device) -> AbstractContextManager[object]:
     """Returns a context that turns autocast off on the device, because a backend chooses its own dtypes."""
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 

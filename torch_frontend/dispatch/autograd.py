@@ -14,7 +14,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.properties import aux_numbers
 from attn_core.expressions.tree import Expression
 from torch_frontend.dispatch import autocast
-from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.plan import Plan, Results
 from torch_frontend.dispatch.run_plan import gradients_in_order, note_failure, note_plan, run_backward, run_forward
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active
 
@@ -32,7 +32,7 @@ def once_differentiable(backward: Backward) -> Backward:
     silent = without_gradient(backward)
 
     @wraps(backward)
-    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+    def run(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # create_graph is False, so the gradients are not differentiated
             return backward(ctx, *gradients)
         # The gradients depend on each of these, so each of them must lead to the error.
@@ -48,11 +48,11 @@ class _Gradient(torch.autograd.Function):
     """Connects a gradient to the tensors that it was computed from; its own backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: object, gradient: Tensor, *inputs: Tensor) -> Tensor:
         return gradient
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: object, *_: object) -> None:
         refuse_second_derivative()
 
 
@@ -60,7 +60,7 @@ class AttentionFunction(torch.autograd.Function):
     """Runs a plan with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Results:
         if len(tensors) == 3:  # q, k, v alone: nothing to reshape
             out, lse = plan.forward(plan.spec, Inputs(*tensors))
         else:
@@ -73,7 +73,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         plan, inputs = ctx.plan, Inputs(*tensors)
         # A backward may run under a vmap or autocast that was not active in the forward, so it checks again.
@@ -88,7 +88,16 @@ class AttentionFunction(torch.autograd.Function):
         return None, *gradients_in_order(run_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
 
 
-def run(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, *others: Any) -> Any:
+def run(
+    call_plan: Plan,
+    records: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *others: Tensor | None,
+) -> Results:
     """Runs a plan and returns its results as ``attention`` does, by the backend's shortcut if it has one.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import traceback
 from torch.fx.experimental import proxy_tensor
@@ -29,7 +27,7 @@ def _random(device: torch.device | str, generator: torch.Generator | None = None
     return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
 
 
-def _device(q: Tensor, generator: torch.Generator | None) -> Any:
+def _device(q: Tensor, generator: torch.Generator | None) -> torch.device | str:
     """Returns the device on which the words are drawn: the CPU, where kernels read them.
 
     During the capture of a CUDA graph it is q's device, so that every replay draws new words.

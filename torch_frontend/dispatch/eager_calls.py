@@ -12,32 +12,31 @@ import torch
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options, check_layout, check_options, requested_names
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError, Target, choose, new_plans
 from torch_frontend.dispatch import autograd, in_parts, offsets, plan, run_plan
 from torch_frontend.dispatch.layouts import exchanged
-from torch_frontend.dispatch.plan import Metadata, Plan
-from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
+from torch_frontend.dispatch.plan import Metadata, Plan, Results
+from torch_frontend.dispatch.prepared import Prepared, Request, Requested, Run, find, is_observed
 from torch_frontend.dispatch.run_plan import check_offsets, in_ranges, note_failure, run_forward
 
 Tensor = torch.Tensor
-Run = Callable[..., Any]
 OPTIONS = (*PLAIN, "layout")
 """The options of a prepared call. A window must be plain, because the key has no types of what is in a pair."""
 
 
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    tables: tuple[Any, Any, Any, Any],
-    seq_info: Any,
-    key_ranges: Any,
-    options: tuple[Any, ...],
-    backend: Any,
-) -> Any:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    seq_info: SeqInfoLike,
+    key_ranges: Tensor | np.ndarray | None,
+    options: tuple[object, ...],
+    backend: Requested,
+) -> Results | None:
     """Returns the results of a call with slopes, sinks, documents or key ranges as ``attention`` does.
 
     None if the general path must run it.
@@ -67,7 +66,7 @@ def attend(
     return run_plan.finish_results(results, Inputs(q, k, v, *others), seq_info)
 
 
-def _documents(q: Any, k: Any, v: Any, seq_info: Any) -> tuple[Tensor, Tensor, Any, Any] | None:
+def _documents(q: Tensor, k: Tensor, v: Tensor, seq_info: SeqInfoLike) -> tuple[Tensor, Tensor, int, int] | None:
     """Returns complete offsets of q and of k, and their longest documents; None for documents that are not valid."""
     try:
         if type(seq_info) is SeqInfo and q.dim() >= 3 and k.dim() >= 3:
@@ -127,7 +126,7 @@ def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bo
     return plans(entries, options, request.needs != 0, bias_gradient, request.requested)
 
 
-def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) -> Results:
     """Runs a call on q, k and v alone, the one whose overhead matters most."""
     shortcut, spec = call_plan.shortcut, call_plan.spec
     try:
@@ -142,7 +141,7 @@ def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) 
     return results if spec.return_lse else results[0]
 
 
-def _run_on_documents_of_host(call_plan: Plan, records: bool, *tensors: Any) -> Any:
+def _run_on_documents_of_host(call_plan: Plan, records: bool, *tensors: Any) -> Results:
     check_offsets(call_plan.spec, Inputs(*tensors))
     return autograd.run(call_plan, records, *tensors)
 
@@ -153,7 +152,7 @@ def _in_heads_first(call_plan: Plan, run: Run) -> Run:
     torch's CPU kernel has it. Then a call needs none of seven views, for which autograd would record a node each.
     """
 
-    def exchange(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+    def exchange(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Results:
         try:
             q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
         except RuntimeError as error:  # a tensor without its memory has no views
@@ -166,7 +165,7 @@ def _in_heads_first(call_plan: Plan, run: Run) -> Run:
     if direct is None or call_plan.spec.return_lse:
         return exchange
 
-    def attend_directly(*tensors: Any) -> Any:
+    def attend_directly(*tensors: Any) -> Results:
         # Errors of the kernel propagate: checkpointing stops a recomputation by one of its own, from a hook.
         try:
             results = direct(*tensors)
@@ -190,8 +189,8 @@ def _exchanged(entries: Inputs) -> Inputs:
 
 
 def _attend_with_ranges(
-    q: Tensor, k: Tensor, v: Tensor, key_ranges: Any, options: tuple[Any, ...], backend: Any
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor | np.ndarray, options: tuple[object, ...], backend: Requested
+) -> Results | None:
     """``attend`` for calls on a GPU with key ranges alone, in numpy or as a tensor."""
     if is_observed() or type(q) is not Tensor or not _is_on_gpu(q):
         return None
@@ -224,7 +223,7 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     planned = None if on_host else plan.plan(*arguments)
 
     def build(watched: Callable[[Plan], Plan]) -> Run:
-        def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Results:
             call_plan, inputs = planned, Inputs(q, k, v, key_ranges=key_ranges)
             if call_plan is None:
                 call_plan, inputs = in_parts.resolve(arguments, inputs)
@@ -241,7 +240,7 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
 
 # Small, because it serves calls of new lengths. Typed, because causal=1 is an error, and causal=True is not.
 @lru_cache(maxsize=64, typed=True)
-def checked_options(*plain: Any) -> Options:
+def checked_options(*plain: object) -> Options:
     """Returns the checked options of ``PLAIN``."""
     return check_options(Options.of(dict(zip(PLAIN, plain, strict=True))))
 
@@ -264,7 +263,7 @@ class _Family:
 
 
 @from_records(maxsize=1024)
-def _family(*what_calls_share: Any) -> _Family:
+def _family(*what_calls_share: object) -> _Family:
     return _Family()
 
 
@@ -312,7 +311,7 @@ def plan_by_family(
 
 def _sizes(
     shapes: tuple[torch.Size, ...], mask: Metadata | None, bias: Metadata | None
-) -> tuple[int, int, int, Any, Any] | None:
+) -> tuple[int, int, int, tuple[bool, ...] | None, tuple[bool, ...] | None] | None:
     """Returns batch, q_len, kv_len, and which axes of mask and bias have size 1; None if the shapes do not fit.
 
     A call that it accepts is valid if an earlier call with the same widths and the same such axes was.

@@ -7,7 +7,6 @@ which ``attn_core.selection.forward_mode`` chooses. The op has the arguments of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from torch_frontend.dispatch import ops, plan
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.op_arguments import Op, OpOptions, requested_now, tensors_of, to_call
 from torch_frontend.dispatch.run_plan import as_backends_take, check_key_ranges, with_four_axes
+from torch_frontend.dispatch.sdpa_flags import Switches
 
 Tensor = torch.Tensor
 JVP = Op("jvp", Tangents._fields, ("dout", "dlse"))
@@ -29,7 +29,11 @@ JVP = Op("jvp", Tangents._fields, ("dout", "dlse"))
 
 @from_records(maxsize=4096)
 def plan_of(
-    metadata: Inputs, options: Options, requested: Any, switches: Any, arrays: tuple[int, ...]
+    metadata: Inputs,
+    options: Options,
+    requested: tuple[str, ...] | None,
+    switches: Switches | None,
+    arrays: tuple[int, ...],
 ) -> plan.PlanBeside:
     """Checks a call and chooses the backend of its tangents; the arguments are those of ``plan.plan``.
 
@@ -63,7 +67,7 @@ def tangents_of(how: OpOptions, moved: Inputs) -> tuple[Tangents, OpOptions]:
     return tangents, how._replace(options=options, needs_backward=False, bias_gradient=False)
 
 
-def _jvp_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _jvp_op(*arguments: object) -> tuple[Tensor, Tensor]:
     """Computes the tangents of out and lse: the body of ``attn::jvp``. Without a tangent they are 0."""
     inputs, how = ops.complete(JVP.call_of(arguments))
     inputs, tangents = ops.with_ranges_on_device(inputs), Tangents(*arguments[: len(JVP.own)])
@@ -88,11 +92,11 @@ def _jvp_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     return (dout[None] if call_plan.one_row else dout).contiguous(), dlse.contiguous()
 
 
-def _jvp_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _jvp_fake(*arguments: object) -> tuple[Tensor, Tensor]:
     return ops.results_like(tensors_of(JVP.call_of(arguments)))
 
 
-def run(inputs: Inputs, how: OpOptions, moved: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, how: OpOptions, moved: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """Returns the tangents of out and lse.
 
     Args:

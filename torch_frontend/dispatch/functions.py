@@ -6,31 +6,35 @@ A BlockMask's mask function says what is visible; its tables only repeat it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from attn_core.call import segments
-from attn_core.call.functions import trace
-from attn_core.call.options import check_layout
+from attn_core.call.functions import Traced, trace
+from attn_core.call.options import Layout, check_layout
 from attn_core.call.segments import Segments, Visible
+from attn_core.call.seq_info import SeqInfoLike
 from attn_core.errors import ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction, trace_mask
 from torch_frontend.dispatch import layouts
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
 vars(segments.function_of).update(_dynamo_marked_constant=True)
 
 
-def _trace_outside(*functions: Any) -> Any:
+def _trace_outside(*functions: Any) -> Traced:
     """``functions.trace`` outside of a program that torch compiles: Dynamo would trace the tracing itself."""
     dynamo = sys.modules.get("torch._dynamo")  # after a broken graph it runs this function, too
     return (trace if dynamo is None else dynamo.disable(trace))(*functions)
 
 
-def _trace_mask_outside(mask_mod: Any, aux: Any) -> TracedFunction:
+def _trace_mask_outside(mask_mod: Callable[..., object], aux: Sequence[object]) -> TracedFunction:
     """``trace_mask`` outside of a program that torch compiles."""
     dynamo = sys.modules.get("torch._dynamo")
     return (trace_mask if dynamo is None else dynamo.disable(trace_mask))(mask_mod, aux)  # type: ignore[no-any-return]
@@ -45,7 +49,7 @@ for _function in (_trace_outside, _trace_mask_outside):
     )
 
 
-def traced(q: torch.Tensor, k: torch.Tensor, functions: tuple[Any, Any, Any]) -> Any:
+def traced(q: torch.Tensor, k: torch.Tensor, functions: tuple[Any, Any, Any]) -> Traced:
     """Returns mask_mod and score_mod as expressions, and their arrays.
 
     Args:
@@ -60,7 +64,12 @@ def traced(q: torch.Tensor, k: torch.Tensor, functions: tuple[Any, Any, Any]) ->
 
 
 def without_segments(
-    tokens: Segments, visible: Visible, rows: tuple[Any, Any], layout: Any, seq_info: Any, alibi_slopes: Any
+    tokens: Segments,
+    visible: Visible,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    layout: Layout,
+    seq_info: SeqInfoLike,
+    alibi_slopes: torch.Tensor | None,
 ) -> Visible:
     """Returns causal, window, mask_mod and aux of the same call without segments.
 
@@ -81,18 +90,18 @@ def without_segments(
     return segments.without_segments(tokens, visible, (q_shape, k_shape), others, _trace_mask_outside)
 
 
-def _exchanged(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+def _exchanged(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a shape with the axes of the sequence and the heads exchanged."""
     return (*shape[:-3], shape[-2], shape[-3], shape[-1]) if len(shape) > 2 else shape
 
 
-def is_block_mask(value: Any) -> bool:
+def is_block_mask(value: object) -> bool:
     """Returns whether a value is torch's ``BlockMask``; imports nothing."""
     kind = type(value)
     return kind.__name__ == "BlockMask" and kind.__module__ == "torch.nn.attention.flex_attention"
 
 
-def function_of(mask: Any, batch: Any, heads: Any, q_len: Any, kv_len: Any, name: str) -> Callable[..., Any]:
+def function_of(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int, name: str) -> Callable[..., object]:
     """Returns a BlockMask's mask function, ``f(b, h, q, k)``.
 
     Args:

@@ -36,12 +36,15 @@ from torch_frontend.dispatch import (
 )
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import OpOptions, join_names
-from torch_frontend.dispatch.prepared import layer_trains
+from torch_frontend.dispatch.plan import Results
+from torch_frontend.dispatch.prepared import Requested, layer_trains
 from torch_frontend.dispatch.run_plan import in_ranges
 from torch_frontend.dispatch.value_checks import in_checks
 
 
-def gather_arguments(q: Any, k: Any, v: Any, given: dict[str, Any], *, draw: bool = True) -> tuple[Inputs, Options]:
+def gather_arguments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], *, draw: bool = True
+) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is.
 
     Args:
@@ -81,7 +84,7 @@ def gather_arguments(q: Any, k: Any, v: Any, given: dict[str, Any], *, draw: boo
     return inputs, options
 
 
-def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
+def _ranges_as_tensor(q: torch.Tensor, key_ranges: torch.Tensor | np.ndarray) -> torch.Tensor:
     """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, stay on the CPU."""
     if not isinstance(key_ranges, np.ndarray):
         return _as_tensor(q, "key_ranges", key_ranges)
@@ -95,7 +98,7 @@ def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
     return tensor_kinds.to_device_of(q, array) if tensor_kinds.is_watched(q) else torch.from_numpy(array)
 
 
-def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
+def _as_tensor(q: torch.Tensor, name: str, array: torch.Tensor | np.ndarray) -> torch.Tensor:
     """Returns an argument as a checked tensor; an array of numpy moves to q's device."""
     if isinstance(array, np.ndarray):
         return tensor_kinds.to_device_of(q, array)
@@ -104,13 +107,13 @@ def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
     return array  # type: ignore[no-any-return]
 
 
-def _aux_as_tensor(q: torch.Tensor, number: int, array: Any) -> torch.Tensor:
+def _aux_as_tensor(q: torch.Tensor, number: int, array: torch.Tensor | np.ndarray) -> torch.Tensor:
     if not torch.compiler.is_compiling():  # Dynamo knows no values
         check_ints(number, array)
     return _as_tensor(q, f"aux[{number}]", array)
 
 
-def run(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> Results:
     """Checks the arguments of a call one by one, runs it, and returns its results as ``attention`` does.
 
     Args:
@@ -128,7 +131,9 @@ def run(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
     return *(results if options.return_lse else (results,)), top
 
 
-def explain(q: Any, k: Any, v: Any, given: dict[str, Any], needs_backward: bool | None) -> Selection:
+def explain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], needs_backward: bool | None
+) -> Selection:
     """Returns what would run a call, as ``explain.explain`` does; ``given`` is that of ``run``."""
     given = plan.without_mask_object(q, k, given)
     with_maximum = check_flag("return_max_logit", given["return_max_logit"])
@@ -147,7 +152,7 @@ def explain(q: Any, k: Any, v: Any, given: dict[str, Any], needs_backward: bool 
     return described(selection, ranges, arrays)
 
 
-def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Capture | None = None) -> Any:
+def attend(inputs: Inputs, options: Options, backend: Requested, capture: max_logit.Capture | None = None) -> Results:
     """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call.
 
     Args:
@@ -173,7 +178,7 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
 
 
 def _resolve(
-    inputs: Inputs, options: Options, needs_backward: bool, bias_gradient: bool, backend: Any
+    inputs: Inputs, options: Options, needs_backward: bool, bias_gradient: bool, backend: Requested
 ) -> tuple[plan.Plan, Inputs]:
     """Returns the plan of a call, and the inputs that it takes; for a layer that trains see ``training_layer``."""
     entries, switches = in_parts.metadata(inputs), sdpa_flags.now()

@@ -7,7 +7,7 @@ A NestedTensor of the layout torch.jagged, ``[batch, ragged seq, heads, head_dim
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,11 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor
 
+if TYPE_CHECKING:
+    from torch.nested._internal.nested_tensor import NestedTensor
 
-def all_exchanged(qkv: tuple[Any, ...]) -> tuple[Any, ...]:
+
+def all_exchanged(qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns ``exchanged`` of q, k and v. torch has no view of a tensor without its memory, which is named here."""
     try:
         return tuple(map(exchanged, qkv))
@@ -26,12 +29,12 @@ def all_exchanged(qkv: tuple[Any, ...]) -> tuple[Any, ...]:
         raise
 
 
-def exchanged(tensor: Any) -> Any:
+def exchanged(tensor: Tensor) -> Tensor:
     """Returns a view with the axes of the sequence and the heads exchanged; any other value as it is."""
     return tensor.transpose(-3, -2) if isinstance(tensor, torch.Tensor) and tensor.dim() > 2 else tensor
 
 
-def first_exchanged(results: Any) -> Any:
+def first_exchanged(results: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """Returns the output, or a tuple that begins with it, with the output ``exchanged``."""
     return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
 
@@ -49,12 +52,14 @@ _REPEATED = {
 """The arguments that a call on nested tensors cannot have, and why."""
 
 
-def has_jagged(*tensors: Any) -> bool:
+def has_jagged(*tensors: object) -> bool:
     """Returns whether one of the values is a NestedTensor of the layout torch.jagged."""
     return any([getattr(tensor, "layout", None) is torch.jagged for tensor in tensors])
 
 
-def attend_jagged(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def attend_jagged(
+    attention: Callable[..., Tensor | tuple[Tensor, ...]], qkv: tuple[Any, ...], options: dict[str, Any]
+) -> Tensor | tuple[Tensor, ...]:
     """Runs ``attention`` on nested q, k and v; its output is a NestedTensor of q's structure.
 
     Args:
@@ -103,7 +108,7 @@ def jagged_as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[
     return (q.values(), k.values(), v.values()), SeqInfo(queries, keys, _longest("q", q), _longest("k", k))
 
 
-def _check_jagged(name: str, tensor: Any) -> None:
+def _check_jagged(name: str, tensor: NestedTensor) -> None:
     """Checks the structure of one NestedTensor."""
     if tensor.dim() != 4 or tensor._ragged_idx != 1:
         axes = f"{tensor.dim()} axes, axis {tensor._ragged_idx} of batch, seq, heads, head_dim ragged"
@@ -115,7 +120,7 @@ def _check_jagged(name: str, tensor: Any) -> None:
         raise SpecError(f"{name}: expected rows without holes between them; pass {name}.contiguous()")
 
 
-def _longest(name: str, tensor: Any) -> Any:
+def _longest(name: str, tensor: NestedTensor) -> int:
     """Returns the longest row, which torch keeps with the tensor; on the CPU it is computed if it is unknown.
 
     While compiling its value cannot be read, so all tokens are the limit, and the op reads the lengths when it runs.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.seq_info import SeqInfo
@@ -23,7 +24,7 @@ from attn_core.errors import ShapeError, SpecError
 _XFORMERS = ("xformers.ops.fmha.attn_bias", "mslk.attention.fmha.attn_bias")  # the newest xformers has them from mslk
 
 
-def is_object(*tables: Any) -> bool:
+def is_object(*tables: object) -> bool:
     """Returns whether a mask or a bias is an object that ``as_options`` reads."""
     return any([_is_known(type(table)) for table in tables])
 
@@ -45,7 +46,7 @@ class Visible(NamedTuple):
     seq_info: Any = None
 
 
-def as_options(visible: Visible, q_len: Any, kv_len: Any, device: Any) -> Visible:
+def as_options(visible: Visible, q_len: int | None, kv_len: int | None, device: torch.device) -> Visible:
     """Returns the options of a call with those that its mask object means in the place of the object.
 
     Args:
@@ -81,7 +82,7 @@ def as_options(visible: Visible, q_len: Any, kv_len: Any, device: Any) -> Visibl
     )
 
 
-def _meaning(value: Any, shown: str, q_len: Any, kv_len: Any) -> Meaning:
+def _meaning(value: Any, shown: str, q_len: int | None, kv_len: int | None) -> Meaning:
     """Returns the meaning of an object. torch's CausalBias carries the lengths of its rows, which are checked."""
     known = MASKS[type(value).__name__]
     if isinstance(known, Meaning):
@@ -107,7 +108,7 @@ def _check_free(shown: str, meaning: Meaning, visible: Visible) -> None:
             raise SpecError(f"{shown} with {option}: expected one of the two, because both say what is visible")
 
 
-def _documents(value: Any, device: Any) -> SeqInfo:
+def _documents(value: Any, device: torch.device) -> SeqInfo:
     """Returns the blocks of a mask. Offsets on q's device are used as they are; else those on the host."""
     sides = (value.q_seqinfo, value.k_seqinfo)
     if all([getattr(side.seqstart, "device", None) == device for side in sides]):  # no copy, and no wait

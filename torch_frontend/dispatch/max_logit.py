@@ -91,12 +91,12 @@ def _run(inputs: Inputs, options: Options) -> Tensor:
     return rows.amax(-1)  # type: ignore[no-any-return]
 
 
-def _op(*call: Any) -> Tensor:
+def _op(*call: object) -> Tensor:
     inputs, how = ops.complete(call)
     return _run(inputs, how.options)
 
 
-def _fake(*call: Any) -> Tensor:
+def _fake(*call: object) -> Tensor:
     return _result_like(tensors_of(call))
 
 

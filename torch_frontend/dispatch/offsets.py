@@ -138,7 +138,7 @@ def safe_by_torch(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, 
     return safe_q, safe_k
 
 
-def _ends(tokens: int, number: int, step: int, device: Any) -> Tensor:
+def _ends(tokens: int, number: int, step: int, device: torch.device) -> Tensor:
     """Returns the ends of ``number`` documents, int32: ``step`` tokens apart, the last equal to ``tokens``."""
     step = max(1, min(step, tokens))
     first = tokens - (number - 1) * step

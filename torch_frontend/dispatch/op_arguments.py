@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -14,6 +14,7 @@ from attn_core.expressions.tree import Expression, from_text
 from attn_core.selection import override
 from torch_frontend.dispatch import sdpa_flags
 
+T = TypeVar("T")
 TENSORS = len(Inputs._fields)
 """The number of tensors, which come before the options."""
 
@@ -28,7 +29,7 @@ class OpOptions(NamedTuple):
     """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[object, ...]:
         """The arguments of an op: the window as two numbers, functions and the numbers of arrays as text."""
         values: list[Any] = []
         named: dict[str, Any] = self.options._asdict()
@@ -98,26 +99,26 @@ class Op(NamedTuple):
         own = "".join([f"Tensor{'?' if name.startswith('d') else ''} {name}, " for name in self.own])
         return f"{self.name}({own}{SCHEMA}) -> ({', '.join(['Tensor'] * len(self.results))})"
 
-    def call_of(self, arguments: Sequence[Any]) -> Sequence[Any]:
+    def call_of(self, arguments: Sequence[T]) -> Sequence[T]:
         """Returns those of the op's arguments that are the call's."""
         return arguments[len(self.own) :]
 
-    def run(self, *arguments: Any) -> Any:
+    def run(self, *arguments: object) -> Any:
         """Runs the op."""
         return getattr(torch.ops.attn, self.name)(*arguments)
 
 
-def to_call(inputs: Inputs, rest: OpOptions) -> tuple[Any, ...]:
+def to_call(inputs: Inputs, rest: OpOptions) -> tuple[object, ...]:
     """Returns the arguments of ``attn::forward``."""
     return *inputs, *rest.arguments
 
 
-def tensors_of(call: Sequence[Any]) -> Inputs:
+def tensors_of(call: Sequence[object]) -> Inputs:
     """Returns what stands in the places of the tensors of a call."""
     return Inputs(*call[:TENSORS])
 
 
-def from_call(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
+def from_call(call: Sequence[object]) -> tuple[Inputs, OpOptions]:
     """Returns what the arguments of ``attn::forward`` say."""
     return tensors_of(call), OpOptions.of(call[TENSORS:])
 

@@ -35,6 +35,7 @@ from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_orde
 from torch_frontend.dispatch.value_checks import check_backward, check_forward
 
 Tensor = torch.Tensor
+Rule = Callable[..., object]
 FORWARD = Op("forward", (), ("out", "lse", "chosen"))
 _SAVED = ("dout", "dlse", "out", "lse", "chosen")
 BACKWARD = Op("backward", _SAVED, Gradients._fields[: -len(DAUX)], sums_over_batch=True)
@@ -42,7 +43,7 @@ BACKWARD_WITH_AUX = Op("backward_with_aux", _SAVED, Gradients._fields, sums_over
 """Most calls have no gradient of an aux array, and spare the empty results."""
 
 
-def complete(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
+def complete(call: Sequence[object]) -> tuple[Inputs, OpOptions]:
     """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
     inputs, how = from_call(call)
     if inputs.mask is not None:
@@ -94,7 +95,7 @@ def _chosen_backend(number: int) -> tuple[str, bool]:
     return names()[place], bool(as_parts)
 
 
-def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_op(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     inputs, how = complete(arguments)
     call_plan, inputs = _op_plan(inputs, how)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
@@ -115,7 +116,7 @@ def results_like(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(rows, dtype=lse_dtype(q))
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     return *results_like(tensors_of(arguments)), torch.empty((), dtype=torch.int64, device="cpu")
 
 
@@ -132,7 +133,7 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in expected)
 
 
-def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+def _backward_fake(*arguments: object) -> tuple[Tensor, ...]:
     inputs, how = from_call(BACKWARD.call_of(arguments))
     # The order of Gradients: dq, dk, dv, dbias, dsinks, daux0 to daux3.
     arrays = [getattr(inputs, name) if number in how.options.aux_gradients else None for number, name in enumerate(AUX)]
@@ -146,7 +147,7 @@ def backward_of(how: OpOptions) -> Op:
     return BACKWARD_WITH_AUX if how.options.aux_gradients else BACKWARD
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     """Saves what the backward of ``attn::forward`` needs: all its tensors, results and options."""
     tensors, ctx.how = from_call(inputs)
     ctx.save_for_backward(*tensors, *output)
@@ -154,7 +155,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 
 
 def differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any, *, applied: Callable[[Op], Any] = lambda op: op.run
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object, *, applied: Callable[[Op], Any] = lambda op: op.run
 ) -> tuple[Any, ...]:
     """Computes the gradients of ``attn::forward``'s arguments.
 
@@ -196,15 +197,15 @@ def undifferentiated(op: Op) -> Callable[..., Any]:
 
     class Undifferentiated(torch.autograd.Function):
         @staticmethod
-        def forward(*arguments: Any) -> Any:
+        def forward(*arguments: object) -> Any:
             return op.run(*arguments)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        def setup_context(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
             pass
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        def backward(ctx: object, *gradients: Tensor | None) -> None:
             refuse_second_derivative()
 
         @staticmethod
@@ -212,7 +213,7 @@ def undifferentiated(op: Op) -> Callable[..., Any]:
             return vmap.rule(op, Undifferentiated.apply, info, in_dims, *arguments)
 
         @staticmethod
-        def jvp(ctx: Any, *_: Any) -> Any:
+        def jvp(ctx: object, *_: object) -> None:
             refuse_second_derivative()
 
     return Undifferentiated.apply  # type: ignore[no-any-return]
@@ -222,7 +223,9 @@ def undifferentiated(op: Op) -> Callable[..., Any]:
 _library = torch.library.Library("attn", "DEF")
 
 
-def register(op: Op, body: Any, fake: Any, differentiate: Any = refuse_second_derivative, save: Any = None) -> None:
+def register(
+    op: Op, body: Rule, fake: Rule, differentiate: Rule = refuse_second_derivative, save: Rule | None = None
+) -> None:
     """Registers an op with its rules for compilers, autograd and vmap."""
     name = f"attn::{op.name}"
     _library.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -32,6 +32,9 @@ from torch_frontend.dispatch import sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.mask_objects import Visible, as_options, is_object
 
 Tensor = torch.Tensor
+Results = Tensor | tuple[Tensor, Tensor]
+"""What a call returns: the output, or (out, lse)."""
+Shortcut = Callable[..., tuple[Tensor, Tensor] | None]
 
 _planned_shapes: dict[str, dict[AttentionSpec, None]] = {}
 """By backend with ``kept_plans``, the calls that automatic choice gave to it."""
@@ -72,11 +75,11 @@ class Plan(NamedTuple):
 
     spec: AttentionSpec
     backend: str
-    forward: Callable[..., tuple[Any, Any]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     one_row: bool
     """Whether the packed tensors and results are ``[1, tokens, ...]``."""
-    shortcut: Callable[..., tuple[Any, Any] | None] | None = None
+    shortcut: Shortcut | None = None
     """The backend's function that autograd can differentiate, see ``Backend.shortcut_of``; None if it has none.
 
     It takes the mask and the bias as the caller passed them."""
@@ -165,7 +168,7 @@ def _has_one_row(spec: AttentionSpec, metadata: Inputs) -> bool:
     return spec.packed and len(metadata.q[0]) == 4
 
 
-def _with_four_axes(shortcut: Any, mask: Any, bias: Any) -> Any:
+def _with_four_axes(shortcut: Shortcut | None, mask: Metadata | None, bias: Metadata | None) -> Shortcut | None:
     """Wraps a shortcut so that the mask and the bias may have fewer than four axes; the function itself if they do not.
 
     The missing axes of size 1 are in front.
@@ -177,7 +180,9 @@ def _with_four_axes(shortcut: Any, mask: Any, bias: Any) -> Any:
     if shortcut is None or not (at_mask or at_bias):
         return shortcut
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Any:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         if mask is not None and at_mask:
             mask = mask[at_mask]
         if bias is not None and at_bias:
@@ -261,7 +266,7 @@ def facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayF
     return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
 
 
-def device_of(device: Any) -> torch.device:
+def device_of(device: torch.device | str | int) -> torch.device:
     """Returns a device. Raises SpecError for a value that names none."""
     if not isinstance(device, torch.device | str | int):
         raise SpecError(f"device={shown(device)}: expected a torch.device or its name")
@@ -296,7 +301,7 @@ def empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return filled_results(spec, inputs.q, 0.0, -torch.inf)
 
 
-def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
+def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: object) -> Gradients:
     """Returns the gradients of a call without queries or without keys: zeros."""
     dbias = torch.zeros_like(inputs.bias) if spec.bias_gradient else None
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
@@ -306,7 +311,7 @@ def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     return Gradients(dq, dk, dv, dbias, dsinks, **daux)
 
 
-def check_tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: object) -> None:
     """Raises TypeError unless ``value`` is a torch tensor, SpecError unless it is plain data."""
     if isinstance(value, Tensor):
         tensor_kinds.check(name, value)
@@ -317,7 +322,7 @@ def check_tensor(name: str, value: Any) -> None:
     raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}; {remedy}")
 
 
-def without_mask_object(q: Any, k: Any, given: dict[str, Any]) -> dict[str, Any]:
+def without_mask_object(q: Tensor, k: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by name, with the options that a mask object means in the object's place."""
     if not is_object(given["mask"], given["bias"]):
         return given
@@ -335,7 +340,7 @@ def check_gradient_free(name: str, value: Tensor | None) -> None:
         raise SpecError(f"{name}: expected {kind}, its {what} is not defined here; pass {name}.detach()")
 
 
-def smaller(one: Any, other: Any) -> Any:
+def smaller(one: int | torch.SymInt, other: int | torch.SymInt) -> int | torch.SymInt:
     """Returns the smaller of two lengths without a guard on symbols; Dynamo converts ``min`` of symbols likewise."""
     return (
         torch.sym_min(one, other)

@@ -25,6 +25,7 @@ from torch_frontend.dispatch.plan import Metadata
 
 Tensor = torch.Tensor
 Requested = str | tuple[str, ...] | None
+Run = Callable[..., Any]
 
 
 class Request(NamedTuple):
@@ -56,8 +57,8 @@ class Prepared(NamedTuple):
             of torch raise an error. Each call checks "all", or the "others" behind the first three. None: no tensor.
     """
 
-    run: Callable[..., Any]
-    in_ranges: Callable[[], Callable[..., Any]]
+    run: Run
+    in_ranges: Callable[[], Run]
     reads: Literal["all", "others"] | None = None
 
 
@@ -116,8 +117,14 @@ def is_observed() -> bool:
 
 
 def find(  # noqa: C901  one function without calls of others, because it decides how long a small call takes
-    prepare: Prepare, q: Any, k: Any, v: Any, others: tuple[Any, ...], options: tuple[Any, ...], backend: Any
-) -> Any:
+    prepare: Prepare,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    others: tuple[Any, ...],
+    options: tuple[object, ...],
+    backend: Requested,
+) -> Run | None:
     """Returns what runs a call; None if its general path must run it.
 
     Args:
@@ -209,7 +216,7 @@ def _prepared(
     needs: int,
     trains: bool,
     requested: Requested,
-    *options: Any,
+    *options: object,
 ) -> Prepared | None:
     """Prepares a call. A flat key is compared faster."""
     if q_device.type == "meta":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -20,16 +19,16 @@ from torch.autograd import profiler
 from attn_core.backends.shared.torch_ranges import Range, in_range
 from attn_core.call import key_ranges as key_ranges_of
 from attn_core.call.observe import range_name, ranges_enabled
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import note_call
-from torch_frontend.dispatch.plan import Plan, check_tensor
+from torch_frontend.dispatch.plan import Plan, Results, Shortcut, check_tensor
 
 Tensor = torch.Tensor
 
 
-def finish_results(results: Any, inputs: Inputs, seq_info: Any) -> Any:
+def finish_results(results: Results, inputs: Inputs, seq_info: SeqInfoLike) -> Results:
     """Returns a call's results, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
 
     Args:
@@ -45,7 +44,7 @@ def finish_results(results: Any, inputs: Inputs, seq_info: Any) -> Any:
     return results[0], fill_with_sinks(results[1], inputs.sinks, end)
 
 
-def fill_with_sinks(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
+def fill_with_sinks(lse: Tensor, sinks: Tensor, end: int | Tensor | None = None) -> Tensor:
     """Returns the log-sum-exp ``[..., heads, rows]`` with -inf replaced by the sinks ``[heads]``.
 
     Args:
@@ -182,12 +181,12 @@ def _wrapped(call_plan: Plan, nvtx: bool) -> Plan:
     return call_plan._replace(forward=forward, backward=backward, shortcut=shortcut)
 
 
-def _shortcut_in_ranges(shortcut: Any, forward: str, backward: str, nvtx: bool) -> Any:
+def _shortcut_in_ranges(shortcut: Shortcut | None, forward: str, backward: str, nvtx: bool) -> Shortcut | None:
     """Wraps a backend's shortcut, and the same function for heads-first tensors: torch runs its backward by itself."""
     if shortcut is None:
         return None
 
-    def run(*tensors: Tensor | None) -> Any:
+    def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor] | None:
         with Range(forward, nvtx):
             results = shortcut(*tensors)
         if results is not None:

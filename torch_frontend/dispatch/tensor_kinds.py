@@ -7,7 +7,7 @@ bias, a masked, nested or distributed tensor. Only the types in ``PLAIN`` are wh
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ _CAUSAL_BIAS = "torch.nn.attention.bias.CausalBias"
 _PLAIN_REMEDY = "pass a plain tensor, because this subclass may interpret its memory differently"
 
 
-def is_foreign(tensor: Any) -> bool:
+def is_foreign(tensor: object) -> bool:
     """Returns whether the tensor's class comes from outside torch; a compiler may be unable to trace it."""
     kind = type(tensor)
     return kind not in PLAIN and isinstance(tensor, Tensor) and not kind.__module__.startswith("torch.")
@@ -42,7 +42,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def is_watched(q: Any) -> bool:
+def is_watched(q: Tensor) -> bool:
     """Returns whether a call on q must be one op: a mode or a trace records it, or q has no data (fake, meta)."""
     # A fake tensor may outlive its FakeTensorMode, so an inactive mode does not mean that q has data.
     without_data = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
@@ -84,7 +84,7 @@ are_modes_active = torch._C._len_torch_dispatch_stack
 are_jit_traces_active = torch._C._get_tracing_state
 
 
-def mode_around(q: Any) -> Any:
+def mode_around(q: Tensor) -> AbstractContextManager[object]:
     """Returns the mode of a fake q as a context if it is not active, so that new tensors are fake, too."""
     return q.fake_mode if type(q) is FakeTensor and not are_modes_active() else nullcontext()
 
@@ -101,7 +101,7 @@ def constant(q: Tensor, array: np.ndarray) -> Tensor:
     return match_fake(q, torch.ops.aten.lift_fresh_copy(tensor) if are_modes_active() else tensor)
 
 
-def to_device_of(q: Tensor, array: Any) -> Tensor:
+def to_device_of(q: Tensor, array: Tensor | np.ndarray) -> Tensor:
     """Returns an array of offsets as a tensor on q's device."""
     if isinstance(array, np.ndarray) and not torch.compiler.is_compiling() and is_watched(q):
         return constant(q, array).to(q.device)
@@ -166,7 +166,7 @@ def is_cut(tensor: Tensor) -> bool:
         return False
 
 
-def check_data(q: Tensor, **others: Any) -> None:
+def check_data(q: Tensor, **others: Tensor | None) -> None:
     """Raises SpecError for a fake tensor beside a q with data, or the reverse, outside of a mode that converts them."""
     if torch.compiler.is_compiling() or are_modes_active():
         return
@@ -198,7 +198,7 @@ def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
     return mask._materialize(query.device)[(None,) * (query.dim() - 2)], False
 
 
-def torch_attention(*call: Any, **options: Any) -> Any:
+def torch_attention(*call: Any, **options: Any) -> Tensor:
     """Calls torch's own attention; its tensors' subclasses may override it through ``__torch_function__``.
 
     Some subclasses recognise the function under the public name ``scaled_dot_product_attention``, some only the

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import autograd, forward_mode, ops
@@ -38,7 +39,7 @@ def traced(inputs: Inputs, how: OpOptions) -> tuple[Tensor, Tensor]:
     return _in_graph(*to_call(inputs, how))
 
 
-def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
+def _in_graph(*call: object) -> tuple[Tensor, Tensor]:
     """Runs the op ``attn::forward`` under torch.func's transforms, with the gradients that they will ask for."""
     inputs, how = from_call(call)
     # A transform's gradient is invisible in requires_grad of the innermost tensor, so look through all levels.
@@ -60,18 +61,18 @@ class _Forward(torch.autograd.Function):
     """``attn::forward`` with a rule for every transform; same arguments and results."""
 
     @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*call: object) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.attn.forward(*call)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         # The third result is the index of the backend, an integer.
         ctx.mark_non_differentiable(output[2])
         ops.save(ctx, inputs, output)
         ctx.save_for_forward(*tensors_of(inputs))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # Not the op itself, because an outer transform needs the rules of an autograd function.
         return ops.differentiate(ctx, *gradients, applied=ops.undifferentiated)
 
@@ -80,5 +81,5 @@ class _Forward(torch.autograd.Function):
         return vmap_rules.rule(ops.FORWARD, _Forward.apply, info, in_dims, *call)
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Any) -> Any:
+    def jvp(ctx: Any, *moved: Tensor | None) -> tuple[Tensor, Tensor, None]:
         return *forward_mode.run(tensors_of(ctx.saved_tensors), ctx.how, moved), None

@@ -139,7 +139,7 @@ def safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> 
     return None if _launchers[device] is None else (safe_q, safe_k)
 
 
-def _run(device: int, launch: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
+def _run(device: int, launch: Callable[..., object] | None, arguments: tuple[object, ...]) -> None:
     """Launches the kernel. The first launch on a device compiles it; if that fails, torch serves the device forever."""
     if launch is not None:
         launch(*arguments)

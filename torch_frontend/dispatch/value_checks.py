@@ -24,6 +24,7 @@ from torch_frontend.dispatch.plan import Plan, filled_results, lse_dtype
 from torch_frontend.dispatch.run_plan import note_plan
 
 Tensor = torch.Tensor
+Named = Mapping[str, Tensor | None]
 
 
 def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
@@ -36,7 +37,7 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     warn_of_values(spec, arrays, tokens)
 
 
-def check_cache(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+def check_cache(qkv: tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
     """Runs ``check`` for a call on rows of a cache, with the tensors and the keywords of its form with key ranges."""
     inputs, options = cache_rows.as_inputs(qkv, keywords)
     check(inputs, options, None)
@@ -50,7 +51,7 @@ def as_numpy(tensor: Tensor | None) -> Any:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def check_forward(call_plan: Plan, q: Tensor, out: Any, lse: Any) -> None:
+def check_forward(call_plan: Plan, q: Tensor, out: Tensor, lse: Tensor) -> None:
     """Checks the form of a forward's results.
 
     Raises:
@@ -81,7 +82,7 @@ def check_backward(call_plan: Plan, inputs: Inputs, gradients: Gradients) -> Non
             raise error
 
 
-def _is_as(actual: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+def _is_as(actual: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     return isinstance(actual, Tensor) and actual.shape == shape and actual.dtype is dtype and actual.device == device
 
 
@@ -125,6 +126,6 @@ def in_checks(call_plan: Plan) -> Plan:
     return call_plan._replace(forward=forward, backward=backward, shortcut=None)
 
 
-def _warn(backend: str, spec: AttentionSpec, direction: str, operands: dict[str, Any], results: dict[str, Any]) -> None:
+def _warn(backend: str, spec: AttentionSpec, direction: str, operands: Named, results: Named) -> None:
     arrays = ({name: as_numpy(tensor) for name, tensor in each.items()} for each in (operands, results))
     warn_of_results(range_name(backend, spec, direction), spec.dropout, *arrays)

@@ -26,7 +26,9 @@ _TABLES = {"mask": 4, "bias": 4, "dbias": 4, "alibi_slopes": 2, "key_ranges": 5}
 """Operands that broadcast to this many axes, batch first."""
 
 
-def rule(op: Op, run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> MappedResults:
+def rule(
+    op: Op, run: Callable[..., Tensor | tuple[Tensor, ...]], info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> MappedResults:
     """Maps an op over ``info.batch_size`` elements.
 
     Args:
@@ -37,7 +39,7 @@ def rule(op: Op, run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *
     tensors, dims = dict(zip(names, arguments)), dict(zip(names, in_dims))
     options = arguments[len(names) :]
 
-    def attend(*tensors: Any) -> tuple[Tensor, ...]:
+    def attend(*tensors: Tensor | None) -> tuple[Tensor, ...]:
         results = run(*tensors, *options)
         return results if isinstance(results, tuple) else (results,)
 
@@ -85,7 +87,9 @@ def _batch(inputs: Inputs, dim: int | None) -> int:
     return inputs.q.shape[0 if dim is None or dim > 0 else 1]
 
 
-def _fold(size: int, batch: int, tensors: Mapping[str, Any], dims: Mapping[str, int | None]) -> list[Any]:
+def _fold(
+    size: int, batch: int, tensors: Mapping[str, Tensor | None], dims: Mapping[str, int | None]
+) -> list[Tensor | None]:
     """Returns the tensors of one call whose batch is ``size * batch``."""
     folded: list[Any] = []
     for (name, tensor), dim in zip(tensors.items(), dims.values()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -24,7 +24,7 @@ from torch_frontend.backends import here
 from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.functions import function_of, is_block_mask
-from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.plan import Results, check_tensor
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
     are_jit_traces_active,
@@ -38,6 +38,10 @@ from torch_frontend.finetrainers import calls, providers
 from torch_frontend.finetrainers.calls import DispatchCall, HostOptions, attention_with
 from torch_frontend.finetrainers.providers import NATIVE, VARLEN, AttentionProvider, SharedRows
 
+if TYPE_CHECKING:  # torch may be built without torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
 Tensor = torch.Tensor
@@ -48,7 +52,7 @@ _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_functio
 def attention_provider(
     provider: AttentionProvider | str = NATIVE,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     convert_to_fp32: bool = True,
     rotate_method: str = "allgather",
 ) -> AbstractContextManager[AttentionProvider]:
@@ -94,7 +98,7 @@ def attention_dispatch(  # noqa: C901
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    attention_kwargs: dict[str, Any] | None = None,
+    attention_kwargs: Mapping[str, object] | None = None,
 ) -> Any:
     """Computes attention on the active provider.
 
@@ -167,7 +171,7 @@ def attention_dispatch(  # noqa: C901
     return _run_as_torch(call) if native else run_on_provider(provider, call, attention_kwargs)
 
 
-def _in_compiled_code(call: DispatchCall, attention_kwargs: dict[str, Any] | None) -> Any:
+def _in_compiled_code(call: DispatchCall, attention_kwargs: Mapping[str, object] | None) -> Any:
     """Runs a call that a compiler traces: as torch's own function, unless the provider decides what it means.
 
     The compiler cannot see which provider is active, so such a call leaves the graph.
@@ -269,7 +273,7 @@ _register_builtin(
 )  # so that torch.jit.script compiles it as torch's own
 
 
-def is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any) -> bool:
+def is_simple(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> bool:
     """Returns whether these are plain, fitting tensors ``[batch, heads, len, head_dim]`` without unusual options."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return False
@@ -285,14 +289,14 @@ def is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any)
     return 0 not in q and 0 not in k and v[3] != 0 and query.device.type in ("cpu", "cuda")
 
 
-def is_table(mask: Any, query: Any) -> bool:
+def is_table(mask: Tensor, query: Tensor) -> bool:
     """Returns whether a mask is a plain tensor ``[batch, heads, q_len, kv_len]`` that torch's own function accepts."""
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.dim() != 4:
         return False
     return mask.dtype in (torch.bool, torch.float32, query.dtype)
 
 
-def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
+def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: Mapping[str, object] | None) -> Results:
     """Runs a call on a provider's kernel, or raises with every reason against it."""
     calls.check_operands(call)
     options = calls.interpret(kwargs)
@@ -320,8 +324,8 @@ def check_mesh(mesh: Any) -> None:
 
 
 def run_over_ranks(
-    shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwargs: Mapping[str, Any] | None
-) -> Any:
+    shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwargs: Mapping[str, object] | None
+) -> Results:
     """Returns the result of a call on this rank's consecutive part of the positions.
 
     Raises:

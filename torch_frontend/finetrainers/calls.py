@@ -109,7 +109,7 @@ def attention_with(
     keywords = {**options._asdict(), **further, "scale": call.scale, "dropout": call.dropout_p}
     keywords["backend"] = None if provider is None else override.requested() or provider.kernels or None
 
-    def attend(q: Any, k: Any, v: Any, **form: Any) -> Results:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **form: Any) -> Results:
         results = attention(q, k, v, **form, **keywords)
         return results if options.return_lse else (results, None)
 
@@ -256,7 +256,9 @@ def check_alignment(options: HostOptions, q_len: int, kv_len: int) -> None:
         )
 
 
-def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
+def cut_keys(
+    length: int | torch.SymInt, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
     # A mask with one column for all keys broadcasts, so there is nothing to cut off.
     if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
@@ -264,7 +266,7 @@ def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, An
     return key[..., :length, :], value[..., :length, :], mask
 
 
-def with_mask_axes(provider: AttentionProvider, query: Any, mask: Any) -> Any:
+def with_mask_axes(provider: AttentionProvider, query: Tensor, mask: Tensor) -> Tensor:
     """Returns the mask with four axes if the query has four, unless the provider is a varlen one.
 
     Two axes are ``[batch, kv_len]`` on flex and xformers, else ``[q_len, kv_len]`` as in torch. Raises DTypeError for a

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core import backends
 from attn_core.call.options import check_flag
@@ -19,6 +19,10 @@ from attn_core.dropins.flash_attn.arguments import FLASH_KERNELS
 from attn_core.dropins.replacement import Replacement
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Target, override
+
+if TYPE_CHECKING:  # torch may be built without torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 ENVIRONMENT = "FINETRAINERS_ATTN_PROVIDER"
 DEFAULT = os.environ.get(ENVIRONMENT, "native")
@@ -66,7 +70,7 @@ _active: ContextVar[AttentionProvider | None] = ContextVar("attn_core_finetraine
 _shared: ContextVar[SharedRows | None] = ContextVar("attn_core_finetrainers_mesh", default=None)
 
 
-def provider_of(value: Any) -> AttentionProvider:
+def provider_of(value: object) -> AttentionProvider:
     """Returns the provider for a string, or for a member of the host's enumeration or of ours.
 
     Raises:
@@ -131,7 +135,7 @@ def _end_sharing() -> None:
 _sharing = Replacement(_announce_sharing)
 
 
-def shared_rows(mesh: Any, convert_to_fp32: Any, rotate_method: Any) -> SharedRows | None:
+def shared_rows(mesh: DeviceMesh | None, convert_to_fp32: bool, rotate_method: str) -> SharedRows | None:
     """Returns the host's options of context parallelism in our terms; None without a mesh.
 
     Raises:
@@ -148,7 +152,7 @@ def shared_rows(mesh: Any, convert_to_fp32: Any, rotate_method: Any) -> SharedRo
 
 
 @contextmanager
-def provided(provider: Any, shared: SharedRows | None = None) -> Iterator[AttentionProvider]:
+def provided(provider: AttentionProvider | str, shared: SharedRows | None = None) -> Iterator[AttentionProvider]:
     """Implements ``attention_provider``: sets the provider, and requests its backends.
 
     Args:

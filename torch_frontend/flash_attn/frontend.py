@@ -30,7 +30,7 @@ from attn_core.paged import rotary as core_rotary
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
-from torch_frontend.dispatch.plan import on_device
+from torch_frontend.dispatch.plan import Results, on_device
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.append import append_kv, gpu_writer
@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 _OPTIONS = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
 
 
-def _check_constant(name: str, tensor: Any) -> None:
+def _check_constant(name: str, tensor: Tensor) -> None:
     plan.check_tensor(name, tensor)
     plan.check_gradient_free(name, tensor)
 
@@ -100,21 +100,21 @@ class WithoutGradient(torch.autograd.Function):
     """Passes results on as functions of a tensor, and raises an error in place of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, message: str, trained: Tensor, *results: Tensor) -> Any:
+    def forward(ctx: Any, message: str, trained: Tensor, *results: Tensor) -> Tensor | tuple[Tensor, ...]:
         ctx.message, ctx.size = message, trained.shape
         ctx.set_materialize_grads(False)
         passed = tuple([each.view_as(each) for each in results])
         return passed if len(passed) > 1 else passed[0]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = next(each for each in gradients if each is not None)
         # An op, because a compiler traces this before anybody asks for a gradient.
         gradient = torch.ops.attn.refused_gradient(given, ctx.size, ctx.message)
         return None, gradient, *(None,) * len(gradients)
 
 
-def _refuse(_: Tensor, size: Any, message: str) -> Never:
+def _refuse(_: Tensor, size: object, message: str) -> Never:
     raise SpecError(message)
 
 
@@ -128,7 +128,7 @@ torch.library.register_fake(
 )
 
 
-def _planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Callable[..., Any]:
+def _planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Callable[..., Results]:
     """Plans a call of ``paged_attention``; raises its errors, also if no backend can run the call."""
     if torch.compiler.is_compiling() or tensor_kinds.is_watched(tensors[0]):
         return partial(paged_attention, tensors[0], **how)
@@ -138,7 +138,7 @@ def _planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Cal
     inputs, options = gather_arguments(given, how.get("max_len_q")), options_of(*[how.get(name) for name in PAGED])
     plan_call(metadata(inputs), options, override.requested())
 
-    def attend(*_: Tensor) -> Any:  # on the pools of the plan, into which the new tokens are written
+    def attend(*_: Tensor) -> Results:  # on the pools of the plan, into which the new tokens are written
         out, lse = run(inputs, options, None)
         return (out, lse) if how["return_lse"] else out
 
@@ -165,7 +165,7 @@ class _Steps(NamedTuple):
     """Whether the rotation is of neighbouring channels."""
 
 
-def attend(call: Cached, interleaved: bool, options: dict[str, Any], table: str, longest: int | None) -> Any:
+def attend(call: Cached, interleaved: bool, options: dict[str, Any], table: str, longest: int | None) -> Results | None:
     """Returns the results of a call as ``kvcache.attend`` does, whose arguments these are; None if that must run it."""
     if options.get("sinks") is not None or not is_plain_window(options["window"]):
         return None
@@ -176,7 +176,7 @@ def attend(call: Cached, interleaved: bool, options: dict[str, Any], table: str,
     return None if run is None else run(call, options)
 
 
-def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
+def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Results:
     """Runs the steps of a checked call."""
     q, k_cache, v_cache, k, v, cos, sin, seqlens, index = call[:9]
     device, batch, tokens, new = seen[:4]
@@ -249,7 +249,7 @@ def _prepare(request: Request) -> Prepared | None:
     write = None if call.k is None or device.type == "cpu" else _writer(tables, new, interleaved)
     paged = _attention(tables, tokens, requested, tuple(values))
 
-    def build(paged_run: paged_calls.Run | None) -> Callable[..., Any]:
+    def build(paged_run: paged_calls.Run | None) -> Callable[..., Results]:
         on_host, rotate = device.type == "cpu", _rotation(call)
         return partial(
             _run, _Steps(device, batch, tokens, new, capacity, on_host, write, rotate, paged_run, interleaved)

@@ -30,7 +30,7 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 E4M3 = torch.float8_e4m3fn
 
 
-def _is_scaled(tensors: tuple[Any, Any, Any], factors: tuple[Any, Any, Any]) -> bool:
+def _is_scaled(tensors: tuple[object, ...], factors: tuple[object, ...]) -> bool:
     """Returns whether a call has a tensor in float8_e4m3fn or a factor."""
     if any([each is not None for each in factors]):
         return True
@@ -38,7 +38,10 @@ def _is_scaled(tensors: tuple[Any, Any, Any], factors: tuple[Any, Any, Any]) -> 
 
 
 def _attend_scaled(
-    tensors: tuple[Tensor, Tensor, Tensor], factors: tuple[Any, Any, Any], options: dict[str, Any], with_lse: Any
+    tensors: tuple[Tensor, Tensor, Tensor],
+    factors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: dict[str, Any],
+    with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Returns out in bfloat16, or (out, lse), of dense q, k and v in float8_e4m3fn; None for a call without such ones.
 
@@ -88,7 +91,7 @@ def _attend_scaled(
     return (out, lse) if options["return_lse"] else out
 
 
-def _check_factor(name: str, factor: Any, sizes: torch.Size, device: torch.device) -> None:
+def _check_factor(name: str, factor: Tensor, sizes: torch.Size, device: torch.device) -> None:
     if factor.dtype is not torch.float32:
         raise DTypeError(f"{name}: expected dtype float32, got {factor.dtype}")
     if factor.shape != sizes:

@@ -12,7 +12,7 @@ from attn_core.errors import ShapeError, SpecError
 from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.continuous_batching import attend_to_cache, take_keywords, window_of
-from torch_frontend.huggingface.described_mask import DescribedMask, description_of
+from torch_frontend.huggingface.described_mask import DescribedMask, Mask, description_of
 from torch_frontend.huggingface.layer_call import (
     LayerCall,
     documents_from_offsets,
@@ -48,11 +48,11 @@ _IGNORED = (
 
 
 def attend(  # noqa: C901
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -65,8 +65,8 @@ def attend(  # noqa: C901
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    max_length_q: Any = None,
-    max_length_k: Any = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
     position_ids: Tensor | None = None,
     deterministic: bool | None = None,
     *,
@@ -111,7 +111,7 @@ def attend(  # noqa: C901
                 "block_indices": block_indices,
                 "sinks": sinks,
             }
-            own = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            own: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
             own |= {"max_length_q": max_length_q, "max_length_k": max_length_k, **take_keywords(others)}
             check_keywords({**others, **refused})
             window = window_of(attention_mask, sliding_window, is_causal)
@@ -182,7 +182,7 @@ INVARIANT = "attn_core_invariant"
 
 
 def attend_in_context(
-    module: Any,
+    module: torch.nn.Module,
     context: ActiveMesh,
     operands: tuple[Tensor, Tensor, Tensor],
     tables: dict[str, Any],
@@ -205,7 +205,7 @@ def attend_in_context(
     return context.attend(q, k, v, causal=causal, window=window, **options).contiguous(), None
 
 
-def check_keywords(others: Mapping[str, Any]) -> None:
+def check_keywords(others: Mapping[str, object]) -> None:
     """Raises SpecError for a keyword with a value that attention does not support."""
     for name, value in others.items():
         if value is None or value is False or name in _IGNORED:
@@ -237,7 +237,12 @@ def selected_keys(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def mask_of_blocks(
-    module: Any, block_indices: Tensor, attention_mask: Any, query: Tensor, key: Tensor, position_ids: Tensor | None
+    module: torch.nn.Module,
+    block_indices: Tensor,
+    attention_mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    position_ids: Tensor | None,
 ) -> Tensor:
     """Returns the mask that a layer's own indexer builds from selected blocks, as for ``sdpa``: 0, or the lowest float.
 

@@ -10,7 +10,7 @@ import torch
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import ActiveMesh, active_for, active_mesh
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
+from torch_frontend.huggingface.described_mask import DescribedMask, Mask, VisibleKeys
 
 Tensor = torch.Tensor
 
@@ -24,10 +24,10 @@ def _mask(
     context: ActiveMesh,
     batch: int,
     lengths: tuple[int, int],
-    offsets: tuple[Any, int],
-    mask_function: Callable[..., Any],
+    offsets: tuple[int | Tensor, int],
+    mask_function: Callable[..., object],
     attention_mask: Tensor | None,
-    device: Any,
+    device: torch.device | str,
 ) -> DescribedMask:
     """Returns the mask of a whole row, from the mask function that transformers built for a shard.
 
@@ -69,7 +69,7 @@ def _leave_to_python() -> None:
 after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
-def context_of(module: Any, attention_mask: Any) -> ActiveMesh | None:
+def context_of(module: torch.nn.Module, attention_mask: Mask) -> ActiveMesh | None:
     """Returns the ``use_context_parallel`` block of a layer's described mask, otherwise the block around the layer.
 
     Raises:
@@ -83,7 +83,7 @@ def context_of(module: Any, attention_mask: Any) -> ActiveMesh | None:
     return context
 
 
-def check_arguments(tables: Mapping[str, Any], q: Tensor, k: Tensor) -> None:
+def check_arguments(tables: Mapping[str, object], q: Tensor, k: Tensor) -> None:
     """Raises SpecError for a layer's masks, biases and caches, which are not supported in context parallelism.
 
     Args:

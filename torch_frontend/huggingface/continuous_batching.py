@@ -18,7 +18,7 @@ import torch
 
 from attn_core.errors import SpecError, shown
 from torch_frontend.context_parallel.layers import active_block
-from torch_frontend.huggingface.described_mask import DescribedMask, description_of
+from torch_frontend.huggingface.described_mask import DescribedMask, Mask, description_of
 from torch_frontend.huggingface.layer_call import check_window, documents_from_offsets
 from torch_frontend.recomputed import attention_of_heads as attention
 
@@ -33,7 +33,7 @@ _OF_LOGITS = ("logits_indices", "logits_processor_args")
 
 
 def attend_to_cache(
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -77,7 +77,7 @@ def attend_to_cache(
     return out.contiguous(), None
 
 
-def window_of(attention_mask: Any, sliding_window: int | None, is_causal: bool | None) -> int | None:
+def window_of(attention_mask: Mask, sliding_window: int | None, is_causal: bool | None) -> int | None:
     """Returns the window of a layer that reads a paged cache, from the model's mask and the layer's argument.
 
     Raises:
@@ -101,7 +101,7 @@ def window_of(attention_mask: Any, sliding_window: int | None, is_causal: bool |
 
 
 def _updated(
-    module: Any, key: Tensor, value: Tensor, cache: Any, sliding_window: int | None, present: dict[str, Any]
+    module: torch.nn.Module, key: Tensor, value: Tensor, cache: Any, sliding_window: int | None, present: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Any, Any]:
     """Returns the keys and values of all sequences, ``[1, kv_heads, tokens, dim]``, their offsets, and the longest."""
     if cache is None:
@@ -142,7 +142,7 @@ def refuse_prefix(requested: str, name: str) -> None:
     )
 
 
-def manager() -> Any:
+def manager() -> type | None:
     """Returns the class that runs continuous batching; None in versions without it."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager

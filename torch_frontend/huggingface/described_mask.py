@@ -45,7 +45,7 @@ NEED_FLOATS = {"deepseek_v4", "gemma4_audio", "PPDocLayoutV2ReadingOrderConfig"}
 """Model types, or configurations without one, whose own code computes with the mask's floats."""
 
 
-def needs_floats(config: Any) -> bool:
+def needs_floats(config: object) -> bool:
     """Returns whether models of a configuration need a mask of 0 and the lowest float, as ``eager`` has it.
 
     DeepSeek V4 appends columns of 0 and -inf for keys of its own: a bool mask would turn them around. The others
@@ -66,7 +66,9 @@ class DescribedMask:
 
     dtype, ndim = torch.bool, 4
 
-    def __init__(self, batch: int, device: Any, visible: VisibleKeys, build: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, batch: int, device: torch.device | str, visible: VisibleKeys, build: Callable[[], Tensor]
+    ) -> None:
         self.shape = torch.Size((batch, 1, *visible.lengths))
         self.device, self.visible, self.build = device, visible, build
         self.position_documents: Any = None  # the documents that an earlier layer read from the position ids
@@ -83,11 +85,11 @@ class DescribedMask:
         """4."""
         return self.ndim
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         """The shape, or the length of one axis."""
         return self.shape if dim is None else self.shape[dim]
 
-    def to(self, *place: Any, **keywords: Any) -> Any:
+    def to(self, *place: Any, **keywords: Any) -> Tensor | DescribedMask:
         """Returns the description on another device, for hooks of multi-device models; dense for other conversions."""
         if len(place) != 1 or keywords.keys() - {"non_blocking"} or not isinstance(place[0], (str, int, torch.device)):
             return self.build().to(*place, **keywords)
@@ -97,7 +99,7 @@ class DescribedMask:
         visible = self.visible if keys is None else self.visible._replace(keys=keys.to(place[0], **keywords))
         return DescribedMask(self.shape[0], torch.device(place[0]), visible, lambda: self.build().to(place[0]))
 
-    def contiguous(self, **_: Any) -> DescribedMask:
+    def contiguous(self, **_: object) -> DescribedMask:
         """Returns itself, because it has no memory: ``generate`` asks for contiguous masks with a static cache."""
         return self
 
@@ -118,22 +120,26 @@ class DescribedMask:
         return ~self.build()
 
 
+Mask = Tensor | DescribedMask | None
+"""A mask that transformers hands to a layer."""
+
+
 def describe(table: Tensor, described: DescribedMask) -> None:
     """Attaches a description to the dense mask with the same meaning; ``description_of`` returns it."""
     if not table.is_inference():  # inference tensors do not count their changes
         table._attn_core_description = (ref(table), table._version, described)  # type: ignore[attr-defined]
 
 
-def description_of(mask: Any) -> DescribedMask | None:
+def description_of(mask: object) -> DescribedMask | None:
     """Returns the description of a dense mask, or None if it has none, is a copy, or was changed in place since."""
     found = getattr(mask, "_attn_core_description", None)
     return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
 
 
-def _operator(name: str) -> Callable[[DescribedMask, Any], Any]:
+def _operator(name: str) -> Callable[[DescribedMask, object], Any]:
     """Returns an operator of the dense mask; Python looks operators up without ``__getattr__``."""
 
-    def operator(self: DescribedMask, other: Any) -> Any:
+    def operator(self: DescribedMask, other: object) -> Any:
         if name.strip("_") in _ARITHMETIC:
             _refuse_arithmetic(name)
         return getattr(self.build(), name)(other.build() if isinstance(other, DescribedMask) else other)

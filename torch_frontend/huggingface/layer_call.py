@@ -14,7 +14,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import mask_or_bias
 from attn_core.errors import ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
-from torch_frontend.huggingface.described_mask import NEED_FLOATS, DescribedMask, VisibleKeys, needs_floats
+from torch_frontend.huggingface.described_mask import NEED_FLOATS, DescribedMask, Mask, VisibleKeys, needs_floats
 
 Tensor = torch.Tensor
 
@@ -44,8 +44,8 @@ class LayerCall(NamedTuple):
 
 
 def prepare(
-    module: Any,
-    attention_mask: Any,
+    module: torch.nn.Module,
+    attention_mask: Mask,
     lengths: tuple[int, int, int],
     *,
     is_causal: bool | None,
@@ -77,7 +77,7 @@ def prepare(
     return call if positions is None else call._replace(positions=positions)
 
 
-def read_table(module: Any, table: Tensor, queries: int, keys: int) -> LayerCall | None:
+def read_table(module: torch.nn.Module, table: Tensor, queries: int, keys: int) -> LayerCall | None:
     """Returns the call of a layer with a dense bool mask alone, or None if ``prepare`` must check the mask."""
     if table.layout is not torch.strided or table.is_nested or table.dim() != 4:
         return None
@@ -168,7 +168,11 @@ def _window(left: int | None, right: int | None) -> tuple[int | None, int | None
 
 
 def split_mask(
-    attention_mask: Any, module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
+    attention_mask: Mask,
+    module: torch.nn.Module,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    lengths: tuple[int, int],
 ) -> tuple[VisibleKeys, Tensor | None, Tensor | None]:
     """Returns ``attention_mask`` as (VisibleKeys, bool mask, additive bias).
 
@@ -197,7 +201,7 @@ def split_mask(
 
 
 def without_mask(
-    module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
+    module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
 ) -> VisibleKeys:
     """Returns what the module's ``is_causal`` (or the argument) and ``sliding_window`` make visible.
 
@@ -242,7 +246,7 @@ def documents_from_offsets(cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> SeqI
     return SeqInfo(offsets_q, offsets_k, longest_q, longest_k)
 
 
-def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleKeys, mask: Any) -> SeqInfo | None:
+def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleKeys, mask: Mask) -> SeqInfo | None:
     """Returns the documents of causal rows whose ``position_ids [batch or 1, tokens]`` restart, or None.
 
     Positions count only for causal self-attention of whole rows without padding. Layers that share a mask read the

@@ -35,11 +35,11 @@ def mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     *,
-    mask_function: Callable[..., Any],
+    mask_function: Callable[..., object],
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Any:
+) -> Tensor | DescribedMask:
     """Returns a DescribedMask, or the dense bool mask if no pattern describes the mask function.
 
     Outside compilation this reads the values of ``attention_mask`` (and of a static cache's offset) once for all
@@ -138,7 +138,7 @@ def row_of_keys(
     left: int | None,
     batch: int,
     kv_length: int,
-    offsets: tuple[Any, int],
+    offsets: tuple[int | Tensor, int],
     attention_mask: Tensor | None,
     device: torch.device | str,
 ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class Pattern(NamedTuple):
     blocks: Tensor | None = None
 
 
-def read_pattern(function: Callable[..., Any]) -> Pattern | None:
+def read_pattern(function: Callable[..., object]) -> Pattern | None:
     """Returns the pattern of one of transformers' own mask functions, or None for any other function.
 
     transformers builds a mask function from nested closures, so their names and cells tell what it computes.
@@ -53,13 +53,13 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
     return None
 
 
-def _made_by(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+def _made_by(function: Callable[..., object]) -> tuple[str, dict[str, Any]]:
     """Returns the name of the function that made a closure, and what the closure holds, by name."""
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return function.__qualname__.partition(".")[0], dict(zip(function.__code__.co_freevars, cells))
 
 
-def _union(parts: tuple[Callable[..., Any], ...]) -> Pattern | None:
+def _union(parts: tuple[Callable[..., object], ...]) -> Pattern | None:
     """Returns the pattern of a causal mask and blocks of tokens that see each other; None for any other union."""
     if len(parts) != 2 or getattr(parts[1], "__module__", None) != masking_utils.__name__:
         return None
@@ -69,7 +69,7 @@ def _union(parts: tuple[Callable[..., Any], ...]) -> Pattern | None:
     return band._replace(blocks=cells["block_sequence_ids"]) if band.blocks is None else None
 
 
-def infer_pattern(function: Callable[..., Any], options: dict[str, Any]) -> Pattern | None:
+def infer_pattern(function: Callable[..., object], options: Mapping[str, Any]) -> Pattern | None:
     """Returns the pattern of a mask function while compiling, when closures cannot be read; None: build a dense mask.
 
     transformers' two skip flags promise that nothing was added to plain causal or bidirectional attention. The band's

@@ -138,14 +138,14 @@ def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
     return [*models, (continuous_batching.manager(), continuous_batching.METHOD, _keeping_ours)]
 
 
-def _unwrap(method: Any) -> Iterator[Any]:
+def _unwrap(method: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
     """Yields a method and every function that it wraps, from the outside in."""
     while method is not None:
         yield method
         method = getattr(method, "__wrapped__", None)
 
 
-def _is_ours(method: Any) -> bool:
+def _is_ours(method: Callable[..., Any]) -> bool:
     """Returns whether this is our wrapper. Compares code, because ``wraps`` copies names and attributes to others."""
     return getattr(method, "__code__", None) in _OUR_CODE
 
@@ -156,7 +156,7 @@ def _registered() -> bool:
     return NAME in AttentionInterface._global_mapping
 
 
-def _resolving(original: Callable[..., str]) -> Any:
+def _resolving(original: Callable[..., str]) -> Callable[..., Any]:
     """Wraps a method of ``PreTrainedModel`` so that our names resolve to their aliases."""
 
     @wraps(original)
@@ -175,7 +175,7 @@ def _resolving(original: Callable[..., str]) -> Any:
     return resolve
 
 
-def _keeping_ours(original: Callable[..., Any]) -> Any:
+def _keeping_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the manager's check of a model's attention, so that our names stay on the model."""
 
     @wraps(original)

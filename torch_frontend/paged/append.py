@@ -33,6 +33,7 @@ from torch_frontend.paged.rotary import rotate
 from torch_frontend.paged.tables import index_of, op_tables, tables_of
 
 Tensor = torch.Tensor
+Scales = tuple[Tensor | None, Tensor | None]
 TABLES = ("block_table", "seq_lens")
 """The fields of ``Places`` of an append with one token for each sequence."""
 _WITH_TABLES = ("k_pages", "v_pages", "k", "v", *TABLES)
@@ -60,13 +61,13 @@ def append_kv(
     k: Tensor,
     v: Tensor,
     *,
-    block_table: Any = None,
-    seq_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    slot_mapping: Any = None,
+    block_table: Tensor | np.ndarray | None = None,
+    seq_lens: Tensor | np.ndarray | None = None,
+    cu_seqlens_q: Tensor | np.ndarray | None = None,
+    slot_mapping: Tensor | np.ndarray | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     rotary_interleaved: bool = False,
-    positions: Any = None,
+    positions: Tensor | np.ndarray | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     **unknown: Never,
@@ -103,7 +104,16 @@ def append_kv(
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
     # In the order of Places, as the op has them.
-    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
+    where: tuple[Any, ...] = (
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        slot_mapping,
+        cos,
+        sin,
+        positions,
+        rotary_interleaved,
+    )
     scales = k_scales, v_scales
     if k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, where):
         return k_pages, v_pages
@@ -133,7 +143,7 @@ def _append_op(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *argument
         _append(k_pages, v_pages, k, v, Places(*where), (k_scales, v_scales))
 
 
-def _repeated(k_pages: Any, v_pages: Any, k: Any, v: Any, where: tuple[Any, ...]) -> bool:
+def _repeated(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, where: tuple[Any, ...]) -> bool:
     """Runs what a call like an earlier one prepared; returns whether it wrote k and v. where: the fields of Places."""
     block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved = where
     others: tuple[Any, ...] = (v, block_table, seq_lens)
@@ -143,7 +153,7 @@ def _repeated(k_pages: Any, v_pages: Any, k: Any, v: Any, where: tuple[Any, ...]
     return write is not None and write(k_pages, v_pages, k, *others)
 
 
-def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
+def _append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, places: Places, scales: Scales) -> None:
     """Checks tokens and their places, and writes the tokens into the pool."""
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
@@ -176,7 +186,7 @@ def gather(k: Tensor, k_pages: Tensor, places: Places, *, in_op: bool = False) -
 
 
 def check_appended(
-    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any] = (None, None)
+    k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, places: Places, scales: Scales = (None, None)
 ) -> None:
     """Checks the arguments of an append except the values of its tables. scales: k_scales and v_scales."""
     optional = {COS: places.cos, SIN: places.sin, "k_scales": scales[0], "v_scales": scales[1]}
@@ -201,7 +211,7 @@ def _check_metadata(entries: tuple[Any, ...]) -> None:
 
 
 @without_gradient
-def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
+def _append_on_cpu(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, places: Places, scales: Scales) -> None:
     """Checks the values of the tables, rotates the keys, and writes k and v into the pages by indexing."""
     named = {name: getattr(places, name) for name in (*paged_tables.TABLES, "slot_mapping", "positions")}
     named |= dict(zip(paged_tables.SCALES, scales, strict=True))
@@ -355,13 +365,13 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES, 
 
 @without_gradient
 def append_on_gpu(
-    k_pages: Any,
-    v_pages: Any,
-    k: Any,
-    v: Any,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k: Tensor,
+    v: Tensor,
     *where: Any,
-    scales: tuple[Any, Any] = (None, None),
-    grown: Any = None,
+    scales: Scales = (None, None),
+    grown: Tensor | None = None,
     added: int = 0,
 ) -> Direct | None:
     """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot.
@@ -380,12 +390,12 @@ def append_on_gpu(
         # copied.
         if tensor.stride(-1) != 1:
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
-    read = k.detach(), v.detach(), *Places(*where)[:7]
+    read: tuple[Any, ...] = k.detach(), v.detach(), *Places(*where)[:7]
     k, v, *others = [each if each is None or each.stride(-1) == 1 else each.contiguous() for each in read]
     at = Places(*others, *where[7:])  # type: ignore[arg-type, call-arg]
     is_table, (angles, turned) = at.slot_mapping is None, (1, 0) if at.cos is None else at.cos.shape
     # For absent tensors any pointer will do, because the kernel's constants make it ignore them.
-    some = at.seq_lens if is_table else at.slot_mapping
+    some: Any = at.seq_lens if is_table else at.slot_mapping
     dtype = STORED.get(str(k_pages.dtype).removeprefix("torch."))
     if dtype == "float8_e4m3fn":  # the kernel writes bytes
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)

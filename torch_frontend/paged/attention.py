@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Never, Unpack, overload
 
+import numpy as np
 import torch
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
@@ -59,13 +60,13 @@ def paged_attention(
     k_pages: Tensor,
     v_pages: Tensor,
     *,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any = None,
+    block_table: Tensor | np.ndarray,
+    seq_lens: Tensor | np.ndarray,
+    cu_seqlens_q: Tensor | np.ndarray | None = None,
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
-    key_ranges: Any = None,
+    key_ranges: Tensor | np.ndarray | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -73,7 +74,7 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     alibi_slopes: Tensor | None = None,
-    kv_starts: Any = None,
+    kv_starts: Tensor | np.ndarray | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -161,8 +162,8 @@ def explain_paged(
     k_pages: Tensor,
     v_pages: Tensor,
     *,
-    block_table: Any,
-    seq_lens: Any,
+    block_table: Tensor | np.ndarray,
+    seq_lens: Tensor | np.ndarray,
     **options: Unpack[ExplainPagedKeywords[Tensor]],
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -190,7 +191,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
-def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     channels = v_pages.shape[3] * (2 if v_pages.dtype == torch.uint8 else 1)  # two int4 numbers a byte
     return q.new_empty((*q.shape[:2], channels)), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
 

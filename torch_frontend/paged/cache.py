@@ -56,7 +56,7 @@ class PagedKVCache(PagedCache[Tensor]):
         self,
         *,
         dtype: torch.dtype = torch.float32,
-        device: Any = "cpu",
+        device: torch.device | str | int = "cpu",
         kv_dtype: torch.dtype | str | None = None,
         **sizes: Unpack[CacheSizes],
     ) -> None:
@@ -112,7 +112,7 @@ class PagedKVCache(PagedCache[Tensor]):
         for pool, copy in zip(_indexable(self._pool_lists()), there.copies, strict=True):
             pool[index] = copy.to(device, non_blocking=True)
 
-    def _to_device(self, array: np.ndarray | None) -> Any:
+    def _to_device(self, array: np.ndarray | None) -> Tensor | None:
         return None if array is None else torch.from_numpy(array).to(self.k_pages[0].device)
 
     def _is_traced(self) -> bool:
@@ -130,7 +130,7 @@ def pages_that_fit(
     memory: int | None = None,
     *,
     dtype: torch.dtype | str = torch.float32,
-    device: Any = "cuda",
+    device: torch.device | str | int = "cuda",
     fraction: float = 0.9,
     **sizes: Unpack[PoolSizes],
 ) -> int:
@@ -154,12 +154,12 @@ def pages_that_fit(
     return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
-def name_of(dtype: Any) -> Any:
+def name_of(dtype: torch.dtype | str | None) -> Any:
     """Returns the name of a dtype; another value, such as a name, as it is."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
-def _free_memory(device: Any) -> int:
+def _free_memory(device: torch.device | str | int) -> int:
     device = device_of(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise DeviceError(

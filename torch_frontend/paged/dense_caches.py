@@ -26,6 +26,7 @@ from torch_frontend.dispatch import autocast, layouts, plan, sdpa_flags, tensor_
 from torch_frontend.dispatch.eager_calls import OPTIONS
 from torch_frontend.dispatch.layouts import all_exchanged, first_exchanged
 from torch_frontend.dispatch.mask_objects import is_object
+from torch_frontend.dispatch.plan import Results
 from torch_frontend.dispatch.prepared import Prepared, Request
 from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
@@ -41,7 +42,9 @@ vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
 vars(read_pages).update(_dynamo_marked_constant=True)
 
 
-def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
+def attend(
+    attention: Callable[..., Results], qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords
+) -> Tensor | tuple[Tensor, ...]:
     """Runs ``attention`` on the keys of each row of a cache.
 
     Args:
@@ -63,7 +66,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
 
 def explain(
     explain: Callable[..., Selection],
-    qkv: tuple[Any, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
     rows: CacheRows,
     options: Keywords,
     needs_backward: bool | None,
@@ -84,7 +87,7 @@ def explain(
     return explain(*tensors, **keywords, needs_backward=needs_backward)
 
 
-def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Keywords]:
+def _checked(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Keywords]:
     """Checks every argument; returns the rows as tensors on q's device, and the options with the window as a pair.
 
     Values on the host are checked. A compiled program, a trace and a transform clamp them.
@@ -116,7 +119,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
     return moved, options
 
 
-def _is_on_host(array: Any) -> bool:
+def _is_on_host(array: Tensor | np.ndarray | None) -> bool:
     return isinstance(array, np.ndarray) or (array is not None and array.is_cpu)
 
 
@@ -191,7 +194,7 @@ def _as_pages(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keyword
     return (q.flatten(0, 1), k, v), keywords | {"max_len_q": None if offsets is None else q.shape[1]}
 
 
-def _in_rows_of(results: Any, q: Tensor, options: Keywords) -> Any:
+def _in_rows_of(results: Any, q: Tensor, options: Keywords) -> Results:
     return in_rows(results if options["return_lse"] else (results, None), q, options["return_lse"])
 
 
@@ -226,7 +229,7 @@ def _as_ranges(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywor
     return (q, k, v), {name: value for name, value in (options | changed).items() if name not in dropped}
 
 
-def _their_ranges(q: Tensor, key_ranges: Any) -> Tensor | None:
+def _their_ranges(q: Tensor, key_ranges: Tensor | np.ndarray | None) -> Tensor | None:
     """Returns the caller's key ranges as a tensor on q's device, with values checked if they are on the host."""
     if key_ranges is None:
         return None
@@ -274,8 +277,17 @@ def prepare(request: Request) -> Prepared | None:
     paged = None if rows.kv_starts is not None or slopes is not None else _paged(request, call, names)
     keywords = {**named, "window": call.window, "backend": request.requested}
 
-    def build(paged_run: paged_calls.Run | None) -> Any:
-        def run(q: Tensor, k: Tensor, v: Tensor, lengths: Any, starts: Any, index: Any, sinks: Any, slopes: Any) -> Any:
+    def build(paged_run: paged_calls.Run | None) -> Callable[..., Results]:
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            lengths: Tensor | None,
+            starts: Tensor | None,
+            index: Tensor | None,
+            sinks: Tensor | None,
+            slopes: Tensor | None,
+        ) -> Results:
             rows = CacheRows(lengths, starts, index)
             if on_host:
                 check_rows(rows, k.shape[1], k.shape[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from torch_frontend.paged.plan import PagedPlan, options_of, plan_call
 from torch_frontend.paged.tables import check_values
 
 Tensor = torch.Tensor
-Run = Callable[..., tuple[Any, Any] | None]
+Run = Callable[..., tuple[Tensor, Tensor] | None]
 
 
 def prepare_call(request: Request) -> Prepared | None:
@@ -33,7 +32,7 @@ def prepare_call(request: Request) -> Prepared | None:
 
 
 def prepare(
-    entries: tuple[Metadata | None, ...], options: tuple[Any, ...], requested: tuple[str, ...] | None
+    entries: tuple[Metadata | None, ...], options: tuple[object, ...], requested: tuple[str, ...] | None
 ) -> Prepared | None:
     """Prepares a call; None for one without keys or queries, and for one whose backend has no fast path for it.
 
@@ -61,7 +60,7 @@ def prepare(
 
 def prepare_rows(
     entries: tuple[Metadata | None, ...],
-    options: tuple[Any, ...],
+    options: tuple[object, ...],
     invariant: str | None,
     requested: tuple[str, ...] | None,
 ) -> Prepared | None:
@@ -91,7 +90,9 @@ def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
     fills = plan.spec.return_lse
 
     # more: cu_seqlens_q, k_scales and v_scales, for backends that take them.
-    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None, *more: Any) -> Any:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None, *more: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         if sizes is not None:
             if table.numel() > FEW_ENTRIES:  # numpy is faster from here on; it raises the error of a wrong entry
                 check_values(None, 0, k, table, lengths, None)

@@ -142,7 +142,7 @@ def _starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
     return starts
 
 
-def _int32_of(q: Tensor, name: str, array: Any) -> Tensor | None:
+def _int32_of(q: Tensor, name: str, array: Tensor | np.ndarray | None) -> Tensor | None:
     if isinstance(array, np.ndarray):
         check_int32(name, array.dtype)
     return None if array is None else index_of(q, name, array)
@@ -182,7 +182,7 @@ def check_op(given: PagedInputs, options: Options) -> PagedInputs:
     return inputs
 
 
-def arrays_of(inputs: PagedInputs) -> dict[str, Any]:
+def arrays_of(inputs: PagedInputs) -> dict[str, np.ndarray | None]:
     """Returns the tables, ranges and scales of a call on the CPU as numpy arrays, for ``check_read``."""
     return {name: None if (tensor := getattr(inputs, name)) is None else tensor.numpy() for name in READ}
 
@@ -216,7 +216,7 @@ def run(
     return out, run_plan.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])
 
 
-def check_out(out: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+def check_out(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
     """Checks ``out`` for a call whose other arguments are right: ``[tokens, heads, value_dim]`` of q's dtype.
 
     Raises:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, Never
+from typing import Never
 
+import numpy as np
 import torch
 
 from attn_core.backends.shared.triton import Description, Direct, has_triton, launch, remember
@@ -21,7 +22,7 @@ Tensor = torch.Tensor
 
 @hide_unknown
 def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, *, positions: Any, interleaved: bool = False, **unknown: Never
+    x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | np.ndarray, interleaved: bool = False, **unknown: Never
 ) -> Tensor:
     """Rotates pairs of channels by angles that depend on each token's position: a rotary embedding.
 

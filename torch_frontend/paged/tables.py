@@ -58,7 +58,7 @@ def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
     return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
-def _check_kinds(tables: tuple[Any, ...]) -> None:
+def _check_kinds(tables: tuple[object, ...]) -> None:
     """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
     for name, table in zip(TABLES, tables):
         if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
@@ -94,7 +94,7 @@ def as_int32(name: str, table: Any) -> Any:
     return table.clamp(_INT32.min, _INT32.max).to(torch.int32)
 
 
-def index_of(x: Tensor, name: str, array: Any) -> Tensor:
+def index_of(x: Tensor, name: str, array: Tensor | np.ndarray) -> Tensor:
     """Returns whole numbers as a tensor; a numpy array is copied to the device of x."""
     if not isinstance(array, np.ndarray):
         plan.check_tensor(name, array)

@@ -8,7 +8,7 @@ under whatever name the module has it. Modules that are imported later receive o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ is_installed = _replacement.is_installed
 """Returns whether our attention is in Unsloth's place now."""
 
 
-def _replacements() -> list[tuple[Any, Any]]:
+def _replacements() -> list[tuple[object, Callable[..., object]]]:
     """Returns each function of the host that exists, with ours. Raises RuntimeError if unsloth is not imported."""
     dispatch = sys.modules.get(_DISPATCH)
     # unsloth changes transformers and must be imported before it, so it is not imported here.
@@ -220,12 +220,12 @@ def _replacements() -> list[tuple[Any, Any]]:
     return [(theirs, function) for theirs, function in found if theirs is not None]
 
 
-def _outside_context_parallelism(manager: Callable[[], Any] | None) -> Callable[..., Any]:
+def _outside_context_parallelism(manager: Callable[[], Any] | None) -> Callable[..., Tensor]:
     """Returns ``run_attention`` with a refusal of the host's context parallelism, which splits rows among processes."""
     if manager is None:
         return _run_attention
 
-    def run_on_one_device(**call: Any) -> Any:
+    def run_on_one_device(**call: Any) -> Tensor:
         parallel = manager()
         if parallel is not None:
             raise SpecError(
@@ -238,12 +238,12 @@ def _outside_context_parallelism(manager: Callable[[], Any] | None) -> Callable[
     return run_on_one_device
 
 
-def _run_attention(**call: Any) -> Any:
+def _run_attention(**call: Any) -> Tensor:
     """Calls ``run_attention``. Another object than it, so that restoring cannot touch a caller's own import of it."""
     return run_attention(**call)
 
 
-def _replace(functions: dict[int, Any]) -> None:
+def _replace(functions: Mapping[int, object]) -> None:
     """Replaces functions by identity in every loaded module of unsloth."""
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == "unsloth":

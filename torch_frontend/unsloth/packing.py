@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 
 def get_packed_info_from_kwargs(
-    kwargs: Mapping[str, Any], device: Any, position_ids: Tensor | None = None
+    kwargs: Mapping[str, Any], device: torch.device | str | int, position_ids: Tensor | None = None
 ) -> Packed | None:
     """Returns the ``seq_info`` of ``kwargs["packed_seq_lengths"]``, else that of ``position_ids``, else None.
 
@@ -77,7 +77,7 @@ def build_sdpa_packed_attention_mask(
     seq_info: Packed,
     *,
     dtype: torch.dtype,
-    device: Any,
+    device: torch.device | str | int,
     sliding_window: int | None = None,
     total_tokens: int | None = None,
     is_causal: bool = True,
@@ -161,7 +161,7 @@ def _add_window(mask: Any, sliding_window: int) -> Any:
     return mask.make_local_attention(window_size=sliding_window)
 
 
-def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
+def move_xformers_attention_bias(attn_bias: Any, device: torch.device | str | int) -> Any:
     """Returns an xformers bias with its tensors on a device; None stays None. The given bias does not change.
 
     Some versions of the block-diagonal biases have no ``to`` of their own, so their offsets are moved one by one.
@@ -184,7 +184,9 @@ def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
     return replace(attn_bias, **sides)
 
 
-def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:
+def mask_packed_sequence_boundaries(
+    shift_labels: Tensor, seq_lengths: Tensor | Sequence[int] | None, *, ignore_index: int = -100
+) -> bool:
     """Sets the label of each document's last token to ``ignore_index`` in place: its next token is another document's.
 
     Labels may have any memory layout. Documents of length 0 have no last token. The last document may end one token
@@ -210,7 +212,9 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     return True
 
 
-def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: int = -100) -> Any:
+def mask_packed_boundary_labels(
+    labels: Any, seq_lengths: Tensor | Sequence[int] | None, *, ignore_index: int = -100
+) -> Any:
     """Returns a copy of labels with ``ignore_index`` at the first token of every document, for a loss that shifts them.
 
     The document before would otherwise have to predict that token. If the documents end with the labels, the very
@@ -254,7 +258,7 @@ def window_keys(sliding_window: int | None, is_causal: bool) -> int | None:
     return sliding_window
 
 
-def check_triple(seq_info: Any) -> Packed:
+def check_triple(seq_info: object) -> Packed:
     """Returns the triple. Raises SpecError for anything else."""
     if not isinstance(seq_info, tuple) or len(seq_info) != 3:
         raise SpecError(f"seq_info: expected the triple (lengths, cu_seqlens, longest), got {type(seq_info).__name__}")
@@ -262,7 +266,9 @@ def check_triple(seq_info: Any) -> Packed:
     return seq_info
 
 
-def lengths_within(name: str, labels: Tensor, seq_lengths: Any, ignore_index: Any, most: int) -> tuple[Tensor, Tensor]:
+def lengths_within(
+    name: str, labels: Tensor, seq_lengths: Tensor | Sequence[int], ignore_index: int, most: int
+) -> tuple[Tensor, Tensor]:
     """Returns the lengths and the ends of the documents of labels, on their device. Raises ShapeError beyond most."""
     check_ignore_index(name, labels, ignore_index)
     lengths = lengths_of("seq_lengths", seq_lengths)
@@ -274,7 +280,7 @@ def lengths_within(name: str, labels: Tensor, seq_lengths: Any, ignore_index: An
     return lengths, ends
 
 
-def check_ignore_index(name: str, labels: Tensor, ignore_index: Any) -> None:
+def check_ignore_index(name: str, labels: Tensor, ignore_index: int) -> None:
     if not is_host_int(ignore_index):
         raise SpecError(f"ignore_index={shown(ignore_index)}: expected an int")
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):

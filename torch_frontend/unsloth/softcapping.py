@@ -127,14 +127,14 @@ def slow_inference_attention_softcapping(
     return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
 
 
-def _config_number(layer: Any, name: str) -> float:
+def _config_number(layer: object, name: str) -> float:
     value = getattr(getattr(layer, "config", None), name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise SpecError(f"self.config.{name}: expected a positive number, got {shown(value)}")
     return float(value)
 
 
-def _mask_arguments(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
+def _mask_arguments(mask: object, q_len: int, kv_len: int) -> dict[str, Any]:
     """Converts the host's mask to arguments of ``attention``."""
     if isinstance(mask, PositionMask):
         if kv_len > mask.max_seq_length:

@@ -9,7 +9,7 @@ first that the backend takes. What a call does not say may differ by backend.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -24,7 +24,7 @@ from attn_core.backends.support import Support
 from attn_core.call.functions import trace
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec, PagedKV
-from attn_core.call.tensors import PagedInputs
+from attn_core.call.tensors import Inputs, PagedInputs
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.spec_options import defaults_on
 from attn_core.cli.trial import Arrays, Trial, draw
@@ -112,12 +112,12 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # one object, because jitted programs are known by it
-def documents(lengths: Any) -> SeqInfo:
+def documents(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> SeqInfo:
     """Returns packed documents of these lengths with numpy offsets."""
     return SeqInfo.from_lengths(*map(list, lengths))
 
 
-def sizes_of(lengths: Any, packed: bool, tail: int = 0) -> dict[str, Any]:
+def sizes_of(lengths: tuple[Sequence[int], Sequence[int]], packed: bool, tail: int = 0) -> dict[str, Any]:
     """Returns the fields of a spec with documents, or batch rows, of these lengths."""
     queries, keys = lengths
     if not packed:
@@ -192,7 +192,7 @@ class Case(NamedTuple):
     form: Form
     trial: Trial
 
-    def run(self, inputs: Any = None) -> Arrays:
+    def run(self, inputs: Inputs | None = None) -> Arrays:
         """Returns the results as float64 arrays by name. inputs: those of the trial by default."""
         trial = self.trial if inputs is None else self.trial._replace(inputs=inputs)
         backend, framework, device = self.subject

@@ -7,13 +7,17 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from attn_core.backends.shared.readable import dense_channels, readable
 from attn_core.backends.shared.triton import Description, launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 ROWS = 32
 """The rows that a program of ``_merge`` merges."""
@@ -77,7 +81,7 @@ def _merge(
     tl.store(of_out, merged, mask=mask)
 
 
-def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
+def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """``tiles.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
     part_out = readable(part_out, dense_channels)
     batch, rows, heads, _ = out.shape
@@ -158,7 +162,7 @@ def _merge_parts(
     tl.store(lse + at_lse, base + tl.log(total), mask=inside)
 
 
-def merge_parts(parts: Any, part_lse: Any) -> tuple[Any, Any]:
+def merge_parts(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of dense ``[parts, batch, rows, heads, dim]`` and float32 ``[parts, batch, heads, rows]``."""
     import torch
 

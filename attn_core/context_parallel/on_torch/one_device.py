@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
 from attn_core.call.spec import AttentionSpec
@@ -13,7 +13,9 @@ from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradi
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.one_device import Tiled
 
-Tensor = Any
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class PartsPlan(NamedTuple):
@@ -38,7 +40,7 @@ class PartsPlan(NamedTuple):
     lse_dtype: Any
 
 
-def build(spec: AttentionSpec, found: Tiled, device: Any, wrap: Callable[[Any], Any]) -> PartsPlan:
+def build(spec: AttentionSpec, found: Tiled, device: torch.device, wrap: Callable[[Any], Any]) -> PartsPlan:
     """Prepares a call on a torch.device. ``wrap`` is applied to the backends' functions."""
     import torch
 
@@ -73,7 +75,7 @@ def backward(
     v: Tensor,
     sinks: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    lse: Any,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from attn_core.call.after_fork import lazy_property
 from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.index_arrays import contiguous_ranges
 
-Tensor = Any
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class Places:
@@ -21,7 +23,7 @@ class Places:
         is_one_range: whether ``take`` copies nothing.
     """
 
-    def __init__(self, index: np.ndarray, device: Any) -> None:
+    def __init__(self, index: np.ndarray, device: torch.device) -> None:
         self.count = len(index)
         self._index = index
         self.ranges = contiguous_ranges(index)
@@ -97,7 +99,7 @@ class Places:
 class GatheredPlaces:
     """Places to read, in an order, from the gathered blocks of several parts, ``size`` places each."""
 
-    def __init__(self, index: np.ndarray, size: int, device: Any) -> None:
+    def __init__(self, index: np.ndarray, size: int, device: torch.device) -> None:
         self.count = len(index)
         ranges = contiguous_ranges(index)
         self._ranges = (

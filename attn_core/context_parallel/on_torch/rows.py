@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.context_parallel.on_torch.positions import Places
 from attn_core.context_parallel.on_torch.tiles import TileRun
 
-Tensor = Any
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class TileGradients(NamedTuple):
@@ -30,13 +32,13 @@ class SavedRows(NamedTuple):
 
 
 def attend(
-    steps: Iterable[tuple[Any, Sequence[TileRun], Sequence[Tensor]]],
+    steps: Iterable[tuple[object, Sequence[TileRun], Sequence[Tensor]]],
     q: Tensor,
     value_dim: int,
     *,
     covered: bool,
-    dtype: Any,
-    lse_dtype: Any,
+    dtype: torch.dtype,
+    lse_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out ``[batch, rows, heads, value_dim]``, lse ``[batch, heads, rows]``) of a part's rows.
 
@@ -49,7 +51,8 @@ def attend(
 
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, value_dim)
-    out = lse = None
+    out: Any = None
+    lse: Any = None
     for _, tiles, (k, v) in steps:
         for tile in tiles:
             if out is None and tile.rows.is_whole(rows):  # take the first result without a copy
@@ -96,7 +99,7 @@ class Total:
         buffer: where to compute the sum, or None for new memory; its initial values do not matter.
     """
 
-    def __init__(self, block: Tensor, size: int, dtype: Any, buffer: Tensor | None = None) -> None:
+    def __init__(self, block: Tensor, size: int, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
         self._buffer = buffer
         self._sum: Tensor | None = None

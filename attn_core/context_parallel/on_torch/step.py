@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, buil
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 
-Tensor = Any
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class StepCall(NamedTuple):
@@ -95,7 +97,7 @@ class PartStep(NamedTuple):
     initialise: bool
 
 
-def prepare_part(step_call: StepCall, part: int, device: Any) -> PartStep:
+def prepare_part(step_call: StepCall, part: int, device: torch.device) -> PartStep:
     """Prepares a part's tiles on a torch.device."""
     call, step = step_call.call, step_call.step
     coverage, tiles = RowCoverage(step_call.rows, before=step_call.has_earlier_results), step.tiles[part]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,16 @@ from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch.positions import Places
 from attn_core.context_parallel.tiles import Tile
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
 HEAD_START = 10_000
 """GPU clock cycles, about 5 microseconds."""
 
 
-def with_current(device: Any) -> AbstractContextManager[Any]:
+def with_current(device: torch.device) -> AbstractContextManager[object]:
     """Returns a context in which a ``torch.device`` with a GPU is the current one. It does nothing if it is already:
     usually each rank has set its own, and torch's context would take microseconds."""
     import torch
@@ -32,7 +37,7 @@ def with_current(device: Any) -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
-def head_start(device: Any) -> None:
+def head_start(device: torch.device) -> None:
     """Delays the compute stream by about 5 us, so that a collective starts before the next kernel occupies every SM.
 
     The order of work on two streams is not defined. A collective that starts second waits for the kernel, and nothing
@@ -48,9 +53,6 @@ def head_start(device: Any) -> None:
         with with_current(device):
             # A kernel that spins on the GPU. While the GPU has queued work, a pause of the host would delay nothing.
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
-
-
-Tensor = Any
 
 
 class TileRun(NamedTuple):
@@ -86,7 +88,7 @@ class TileRun(NamedTuple):
         out, lse = self.forward(self.spec, self.inputs(q, k, v), *buffers)
         return (out[None], lse[None]) if self.spec.packed else (out, lse)
 
-    def can_write(self, places: Places, dtype: Any) -> bool:
+    def can_write(self, places: Places, dtype: torch.dtype) -> bool:
         """Returns whether the kernel can write a result to these places of ``[batch, places, heads, dim]``.
 
         This saves a copy if they are not all places: a rank's documents are its shard without the padding.
@@ -119,7 +121,7 @@ def build_tile_run(
     call: ContextCall,
     tile: Tile,
     places: tuple[np.ndarray, np.ndarray, np.ndarray],
-    device: Any,
+    device: torch.device,
     coverage: RowCoverage,
     wrap: Callable[[Any], Any] = lambda function: function,
 ) -> TileRun:
@@ -148,7 +150,7 @@ def build_tile_run(
     return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> torch.dtype:
     import torch
 
     return getattr(torch, name)
@@ -193,7 +195,7 @@ def _merge_tile(run: TileRun, out: Tensor, lse: Tensor, part_out: Tensor, part_l
         rows.put(lse, before_lse, 2)
 
 
-def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
+def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges the results over further keys, ``part_out`` and ``part_lse``, into ``out`` and ``lse``, in place.
 
     Let l be the larger log-sum-exp (0 if both are -inf), a = e^(lse - l) and b = e^(part_lse - l). The new log-sum-exp

@@ -18,8 +18,11 @@ import numpy as np
 from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.call.options import Window, check_number
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Array
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.expressions.symbols import Array as SymbolicArray
+from attn_core.expressions.symbols import Symbol
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_score
 from attn_core.expressions.tree import Expression
 
@@ -65,7 +68,9 @@ def renamed(error: SpecError | TypeError, names: Mapping[str, str]) -> SpecError
     return type(error)(names[match[0]] + text[match.end() :])
 
 
-def options_of(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any) -> dict[str, Any]:
+def options_of(
+    softmax_scale: float | None, causal: bool, window_size: object, softcap: float | None, deterministic: bool
+) -> dict[str, Any]:
     """Returns keywords of ``attention`` and ``paged_attention``."""
     return {
         "causal": causal,
@@ -100,7 +105,7 @@ def window_of(window_size: Any) -> Window:
     )
 
 
-def distances(value: Any, where: str) -> tuple[int | None, int | None] | None:
+def distances(value: object, where: str) -> tuple[int | None, int | None] | None:
     """Returns flash-attn's window_size, in which -1 is unbounded, as distances; None if both sides are unbounded."""
     if value is None:
         return None
@@ -110,13 +115,13 @@ def distances(value: Any, where: str) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def softcap_of(softcap: Any) -> Any:
+def softcap_of(softcap: float | None) -> float | None:
     """Returns ``softcap`` as ``attention`` writes it: 0 and less switch it off there, None here."""
     number = check_number("softcap", softcap)
     return None if number is None or number <= 0 else softcap
 
 
-def host_int(name: str, value: Any) -> int:
+def host_int(name: str, value: object) -> int:
     """Returns a length in tokens. Raises SpecError unless it is an int that int32 has, also as an array on the CPU."""
     number = value if is_host_int(value) else number_on_host(value)
     if is_host_int(number) and 0 <= number < 2**31:
@@ -145,14 +150,14 @@ def number_on_host(value: Any) -> Any:
         return value
 
 
-def refuse(**arguments: Any) -> None:
+def refuse(**arguments: object) -> None:
     """Raises SpecError for the first argument that is not None, with what to do instead."""
     for name, value in arguments.items():
         if value is not None:
             raise SpecError(f"{name}: expected None, got {shown(value)}; {REMEDIES[name]}")
 
 
-def check_hints(**hints: Any) -> None:
+def check_hints(**hints: object) -> None:
     """Checks the types of hints about speed, which change no result: ints, True, False or None."""
     for name, value in hints.items():
         if value is not None and not isinstance(value, bool) and not is_host_int(number_on_host(value)):
@@ -195,7 +200,7 @@ _PLACES = {
 }
 
 
-def refuse_chunks(attention_chunk: Any, of: str = "rows") -> None:
+def refuse_chunks(attention_chunk: object, of: str = "rows") -> None:
     """Raises SpecError unless ``attention_chunk`` is 0. of: "rows", "documents" or "cache", as the function takes."""
     if not is_host_int(attention_chunk) or attention_chunk != 0:
         raise SpecError(
@@ -204,7 +209,7 @@ def refuse_chunks(attention_chunk: Any, of: str = "rows") -> None:
         )
 
 
-def check_packed(name: str, array: Any, parts: int, packed: bool) -> None:
+def check_packed(name: str, array: Array, parts: int, packed: bool) -> None:
     """Raises ShapeError unless an array holds ``parts`` tensors before its heads."""
     axes = f"[total, {parts}, heads, head_dim]" if packed else f"[batch, seqlen, {parts}, heads, head_dim]"
     if array.ndim != (4 if packed else 5) or array.shape[-3] != parts:
@@ -213,9 +218,9 @@ def check_packed(name: str, array: Any, parts: int, packed: bool) -> None:
 
 def documents_of(
     frontend: Frontend,
-    q: Any,
-    offsets: tuple[Any, Any],
-    longest: tuple[Any, Any],
+    q: Array,
+    offsets: tuple[Array, Array],
+    longest: tuple[object, object],
     sides: tuple[str, str] = ("_q", "_k"),
 ) -> SeqInfo:
     """Returns the documents of a call, checked except for the values of the offsets.
@@ -236,7 +241,7 @@ def documents_of(
     return SeqInfo(*offsets, *lengths)
 
 
-def places_in_documents(frontend: Frontend, cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+def places_in_documents(frontend: Frontend, cu_seqlens: Array, tokens: int) -> tuple[Any, Any]:
     """Returns the document of each token, and its place there, integers ``[tokens]`` each.
 
     A token behind the last offset has the number of documents as its document.
@@ -247,7 +252,7 @@ def places_in_documents(frontend: Frontend, cu_seqlens: Any, tokens: int) -> tup
     return documents, at - cu_seqlens[documents]
 
 
-def with_slopes(frontend: Frontend, q: Any, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
+def with_slopes(frontend: Frontend, q: Array, k: Array, info: SeqInfo, slopes: Array | None) -> dict[str, Any]:
     """Returns the keywords that add ALiBi: the slopes, or a function if each document has its own."""
     if slopes is None:
         return {}
@@ -278,7 +283,16 @@ def slopes_of_tokens() -> Expression:
     query, counted so that the last query stands at the last key of its document, and the place of each key.
     """
 
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, queries: Any, keys: Any) -> Any:
+    def score_mod(
+        score: Symbol,
+        b: Symbol,
+        h: Symbol,
+        q: Symbol,
+        k: Symbol,
+        slopes: SymbolicArray,
+        queries: SymbolicArray,
+        keys: SymbolicArray,
+    ) -> Symbol:
         return score - slopes[q, h] * abs(queries[q] - keys[k])
 
     arrays = (Aux((1, 1), "float32"), Aux((1,), "int32"), Aux((1,), "int32"))

@@ -15,6 +15,7 @@ import numpy as np
 from attn_core.call.arguments import ArrayFacts, check_one_place, check_qkv
 from attn_core.call.kinds import check_int32, check_within, is_host_int
 from attn_core.call.options import Options, check_options
+from attn_core.call.tensors import Array
 from attn_core.dropins.flash_attn.arguments import CACHE, places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -164,7 +165,7 @@ def _as_shape(sizes: tuple[int | str, ...]) -> str:
     return "[" + ", ".join(map(str, sizes)) + "]"
 
 
-def check_values(call: Cached, tables: tuple[Any, ...], capacity: int, new: int) -> None:
+def check_values(call: Cached, tables: tuple[np.ndarray | None, ...], capacity: int, new: int) -> None:
     """Checks the values of tables on the host.
 
     Args:
@@ -187,7 +188,7 @@ def check_values(call: Cached, tables: tuple[Any, ...], capacity: int, new: int)
         check_within("cache_seqlens", seqlens, positions - new, f", because rotary_cos has {positions} positions")
 
 
-def whole_length(value: Any, capacity: int, new: int) -> int:
+def whole_length(value: int, capacity: int, new: int) -> int:
     """Returns ``cache_seqlens`` that is one int for all sequences. Raises SpecError unless it fits the cache."""
     if not 0 <= value <= capacity - new:
         raise SpecError(f"cache_seqlens={value}: expected 0 to {capacity - new}{_room(capacity, new)}")
@@ -207,7 +208,7 @@ def attend(
     table: str = "block_table",
     longest: int | None = None,
     names: Mapping[str, str] = CACHE,
-) -> tuple[Any, tuple[Any, Any]]:
+) -> tuple[Any, tuple[Array, Array]]:
     """Appends, rotates and attends. Returns the output, or (output, log-sum-exp), in the shape of q; and both caches.
 
     A backward through the results is refused, except for a whole cache.
@@ -273,7 +274,7 @@ def _batch(call: Cached) -> int:
     return len(call.q) if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
 
 
-def _lengths(frontend: Frontend, call: Cached, length: int) -> Any:
+def _lengths(frontend: Frontend, call: Cached, length: int) -> Array:
     """Returns the same length for every sequence, int32 ``[batch]``."""
     numpy = frontend.numpy
     return numpy.full((_batch(call),), length, dtype=numpy.int32, device=frontend.device(call.q))
@@ -331,7 +332,7 @@ def _queries(frontend: Frontend, call: Cached, longest: int | None) -> dict[str,
     return {"cu_seqlens_q": offsets, "max_len_q": tokens}
 
 
-def _positions(frontend: Frontend, call: Cached, before: Any, banded: bool) -> Any:
+def _positions(frontend: Frontend, call: Cached, before: Array, banded: bool) -> Array:
     """Returns the rotary position of each query, int32 ``[batch, seqlen_q]`` or, with offsets, ``[tokens]``."""
     if call.cu_seqlens_q is None:
         return frontend.positions(before, frontend.facts(call.q).shape[1], banded)
@@ -341,7 +342,7 @@ def _positions(frontend: Frontend, call: Cached, before: Any, banded: bool) -> A
 
 
 def append_arguments(
-    call: Cached, pages: Any, seq_lens: Any, interleaved: bool, offsets: Any
+    call: Cached, pages: Array, seq_lens: Array, interleaved: bool, offsets: Array | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of ``append_kv`` for the new tokens.
 
@@ -355,6 +356,6 @@ def append_arguments(
     return (call.k_cache, call.v_cache, _end_to_end(call.k), _end_to_end(call.v)), tables
 
 
-def _end_to_end(array: Any) -> Any:
+def _end_to_end(array: Array) -> Array:
     """Returns ``[batch, tokens, heads, dim]`` as ``[batch * tokens, heads, dim]``."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])

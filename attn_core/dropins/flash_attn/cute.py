@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array
 from attn_core.call.options import check_flag
+from attn_core.call.tensors import A as Array
 from attn_core.dropins.flash_attn.arguments import (
     CUTE,
     check_hints,
@@ -113,7 +113,7 @@ class FlashAttention4(Generic[Array]):
         aux_tensors: None = None,
         aux_scalars: None = None,
         return_lse: bool = False,
-        scheduler_metadata: Any = None,
+        scheduler_metadata: object = None,
         seqlen_k_per_split: int | None = None,
         disable_scheduler_metadata: bool = False,
     ) -> tuple[Array, Array | None]:
@@ -158,7 +158,7 @@ class FlashAttention4(Generic[Array]):
 
 
 def _keys_of(
-    frontend: Frontend, q: Any, offsets: tuple[Any, Any], longest: tuple[Any, Any], seqused_k: Any
+    frontend: Frontend, q: Array, offsets: tuple[Any, Any], longest: tuple[object, object], seqused_k: Array | None
 ) -> dict[str, Any]:
     """Returns the keyword of ``attention`` that says which keys belong to each sequence outside of pages."""
     if offsets[0] is None:

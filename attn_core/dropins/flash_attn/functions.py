@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array, Random
+from attn_core.call.keywords import Random
 from attn_core.call.options import check_flag, check_number
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import A as Array
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
     KEYS_PACKED,
@@ -367,7 +368,7 @@ class FlashAttention2(Generic[Array, Random]):
 
     @classmethod
     def _attend_in_pages(
-        cls, q: Any, pools: tuple[Any, Any], info: SeqInfo, with_lse: Any, options: dict[str, Any]
+        cls, q: Array, pools: tuple[Array, Array], info: SeqInfo, with_lse: bool, options: dict[str, Any]
     ) -> Array | tuple[Array, Array, Array]:
         """Returns the results for keys in pages. options: keywords of ``paged_attention``."""
         frontend = cls.frontend
@@ -389,14 +390,14 @@ class FlashAttention2(Generic[Array, Random]):
         return out, lse_of_flash_attn(frontend, lse), frontend.empty(q, q.dtype)
 
 
-def lse_of_flash_attn(frontend: Frontend, lse: Any) -> Any:
+def lse_of_flash_attn(frontend: Frontend, lse: Array) -> Array:
     """Returns a log-sum-exp in flash-attn 2's convention: +inf, not -inf, for a query that sees no key."""
     infinity = frontend.numpy.inf
     return frontend.numpy.where(lse == -infinity, infinity, lse)
 
 
 def _with_weights(
-    frontend: Frontend, qkv: tuple[Any, ...], dropout: float | None, rng: Any, options: dict[str, Any]
+    frontend: Frontend, qkv: tuple[Array, ...], dropout: float | None, rng: Any, options: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
     """Returns (out, softmax_lse, S_dmask).
 
@@ -424,7 +425,7 @@ def _with_weights(
     return out, lse_of_flash_attn(frontend, lse), _by_document(frontend, signed, options.get("seq_info"))
 
 
-def _identity(frontend: Frontend, k: Any, info: SeqInfo | None) -> Any:
+def _identity(frontend: Frontend, k: Array, info: SeqInfo | None) -> Any:
     """Returns float32 values ``[..., kv_len, kv_heads, width]``, 1 at the place of their key in its row or document."""
     numpy, device, (length, heads) = frontend.numpy, frontend.device(k), k.shape[-3:-1]
     places, width = numpy.arange(length, device=device), length

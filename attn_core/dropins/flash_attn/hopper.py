@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic
 
-from attn_core.call.keywords import Array
 from attn_core.call.kinds import is_host_int
 from attn_core.call.options import check_flag
+from attn_core.call.tensors import A as Array
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
     OPTIONS,
@@ -200,7 +200,7 @@ class FlashAttention3(Generic[Array]):
         attention_chunk: int = 0,
         softcap: float = 0.0,
         rotary_interleaved: bool = True,
-        scheduler_metadata: Any = None,
+        scheduler_metadata: object = None,
         num_splits: int = 0,
         pack_gqa: bool | None = None,
         sm_margin: int = 0,
@@ -243,7 +243,7 @@ class FlashAttention3(Generic[Array]):
         return cls.frontend.with_caches((*results, *partial_results), caches)
 
 
-def _attend_as_one(frontend: Frontend, qkv: Any, num_heads_q: Any, options: dict[str, Any]) -> Any:
+def _attend_as_one(frontend: Frontend, qkv: Any, num_heads_q: object, options: dict[str, Any]) -> Any:
     """Returns the results for q, k and v in one array, in either form of ``flash_attn_qkvpacked_func``."""
     if qkv.ndim != 4:
         check_packed("qkv", qkv, 3, packed=False)
