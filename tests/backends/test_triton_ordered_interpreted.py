@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from interpreted_calls import BANDS, FAULTY, LIES, SINKS, amid_nan, heads_outside, stepped, tensor, tensors
 from same_bits_calls import Kind, differing, packed_of
 from spec_strategies import MISREAD, Call, make_call, misread
-from triton_interpreter import ALL, NONE, SMALL, make_small
+from triton_interpreter import ALL, NONE, SMALL, make_small, slow_draws
 
 from attn_core.backends import triton_ordered, triton_splitkv
 from attn_core.backends.shared.in_order import order
@@ -238,7 +238,7 @@ def check_pages(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ..
 
 
 def test_a_query_has_the_same_bits_packed_in_every_chunk_and_in_pages(exact: pytest.MonkeyPatch) -> None:
-    check_pages(exact, 3, (2, 15, 40))
+    check_pages(exact, slow_draws(3), (2, 15, 40))
 
 
 def test_an_order_that_differs_between_packed_calls_and_pages_is_caught(exact: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def check_gradients(patch: pytest.MonkeyPatch, examples: int, **how: Any) -> Non
 
 
 def test_a_document_has_the_same_bits_and_gradients_in_every_batch(exact: pytest.MonkeyPatch) -> None:
-    check_gradients(exact, 3)
+    check_gradients(exact, slow_draws(3))
 
 
 def test_tiles_of_gradients_that_the_batch_chooses_are_caught(exact: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from other_process import OtherProcess
 
 from attn_core.backends.shared.in_order import order
@@ -31,6 +32,7 @@ def interpreter(
         return
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTEST_ADDOPTS"] = f"--hypothesis-profile={settings.get_current_profile_name()}"
     log = tmp_path_factory.mktemp("interpreter") / "log"
     files = {test.path for test in request.session.items if "interpreter" in getattr(test, "fixturenames", ())}
     second = OtherProcess(sorted(files), request.config.rootpath, log, environment)
@@ -94,6 +96,11 @@ def patch_rounding() -> None:
         return interpreter.TensorHandle(bits, tl.bfloat16)
 
     interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
+
+
+def slow_draws(number: int) -> int:
+    """A number of draws that take seconds each: a third of them in the sample, but two, as the first is the simplest."""
+    return max(2, number // 3) if settings.get_current_profile_name() == "sample" else number
 
 
 # Small tiles and shares for the kernels that add in one order

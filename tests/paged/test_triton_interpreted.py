@@ -474,7 +474,7 @@ def test_appends_write_nowhere_outside_the_pool(lie: str) -> None:
 sides = st.tuples(st.integers(0, 60), st.integers(0, 60)) | st.integers(0, 60).map(lambda size: (size, size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 2, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-5, 70), st.integers(-5, 70)), min_size=2, max_size=6), sides, sides, st.booleans()
 )
