@@ -99,7 +99,7 @@ def patch_rounding() -> None:
 
 
 def slow_draws(number: int) -> int:
-    """A number of draws that take seconds each: a third of them in the sample, but two, as the first is the simplest."""
+    """A number of draws that take seconds each: a third in the sample, but two, as the first draw is the simplest."""
     return max(2, number // 3) if settings.get_current_profile_name() == "sample" else number
 
 
