@@ -21,11 +21,11 @@ from jax_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.qkvpacked import attention_qkvpacked
-from jax_frontend.unsloth import run_attention
 
 if TYPE_CHECKING:
     from jax_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
     from jax_frontend.context_parallel.shards import shard_lengths, shard_sequence, unshard_sequence
+    from jax_frontend.unsloth import run_attention
 
 __all__ = [
     "NoBackendError",
@@ -58,6 +58,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "run_attention":  # loads at first use, like the drop-in that it belongs to
+        from jax_frontend.unsloth import run_attention
+
+        globals()[name] = run_attention
+        return run_attention
     if name in context_parallel.PUBLIC:  # loads at first use, because few programs need it
         globals()[name] = getattr(context_parallel, name)
         return globals()[name]

@@ -23,7 +23,6 @@ from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import NoBackendError, override
 from jax_frontend.bridge.forked import check_process
-from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import max_logit, offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import differentiable_attention, varying_alike
 from jax_frontend.paged import dense_caches
@@ -165,7 +164,7 @@ def attention(
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
-        results = one_device.attend(inputs, seq_info, options, requested, functions)
+        results = _attend_in_parts(inputs, seq_info, options, requested, functions)
         if results is not None and not return_max_logit:
             return in_layout(results, layout)
     checked, options = gather_arguments(inputs, info, options, dropout_rng, functions)
@@ -177,13 +176,20 @@ def attention(
             if not value_checks.ranges_here(key_ranges, named=requested is not None):
                 raise
             here = inputs._replace(key_ranges=np.asarray(key_ranges))
-            results = one_device.attend(here, seq_info, options, requested, functions)
+            results = _attend_in_parts(here, seq_info, options, requested, functions)
             if results is None:
                 raise
         if not return_max_logit:
             return in_layout(results, layout)
     results = results if return_lse else (results,)
     return in_layout((*results, max_logit.alone(varying_alike(checked), plan.device_name(q), options)), layout)
+
+
+def _attend_in_parts(*call: Any) -> Any:
+    """Runs a call with key ranges on the host as parts; None if one kernel should run it."""
+    from jax_frontend.context_parallel import one_device  # a fifth of this package's modules, which few programs need
+
+    return one_device.attend(*call)
 
 
 def in_layout(results: Array | tuple[Array, ...], layout: Layout) -> Array | tuple[Array, ...]:

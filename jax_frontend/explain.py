@@ -15,13 +15,11 @@ from attn_core.call.options import Door, Options, check_flag, check_layout, name
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import NoBackendError, Selection, override
 from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.bridge import targets
-from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import plan, value_checks
 from jax_frontend.dispatch.plan import ArrayOrShape
 from jax_frontend.paged import dense_caches
@@ -70,6 +68,12 @@ def explain(
     selection = plan.explanation(spec, device, requested)
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     value_checks.check_tables(selection.spec, info, inputs.key_ranges)
+    if key_ranges is None and mask_mod is None:
+        return selection
+    # Few programs need the two modules, and a fifth of the package loads with them.
+    from attn_core.context_parallel.one_device import described
+    from jax_frontend.context_parallel.one_device import rows_are_here
+
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
     whole = key_ranges is not None and requested is None and not rows_are_here(selection.spec.batch)
     tables = (*aux, *(mask_mod.captured if isinstance(mask_mod, TracedFunction) else ()))

@@ -23,7 +23,6 @@ from torch_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
 from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 from torch_frontend.qkvpacked import attention_qkvpacked
-from torch_frontend.unsloth import run_attention
 
 __all__ = [
     "NoBackendError",
@@ -53,13 +52,19 @@ if TYPE_CHECKING:
     from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
     from torch_frontend.context_parallel.shards import shard_lengths, shard_sequence, unshard_sequence
     from torch_frontend.finetrainers import attention_dispatch as scaled_dot_product_attention
+    from torch_frontend.unsloth import run_attention
 if torch.distributed.is_available():  # torch can be built without it
     __all__ += ["context_parallel_attention", "explain_context_parallel"]
     __all__ += ["shard_lengths", "shard_sequence", "unshard_sequence"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "scaled_dot_product_attention":  # loads at first use, like the drop-in that it belongs to
+    if name == "run_attention":  # loads at first use, like the drop-in that it belongs to
+        from torch_frontend.unsloth import run_attention
+
+        globals()[name] = run_attention
+        return run_attention
+    if name == "scaled_dot_product_attention":  # the same
         from torch_frontend.finetrainers import attention_dispatch
 
         # One function under two names, because torch's modes and TorchScript compare functions by identity.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.call.functions import DAUX
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
-from attn_core.context_parallel.on_torch.step import StepCall
+
+if TYPE_CHECKING:  # few programs have ranks
+    from attn_core.context_parallel.on_torch.step import StepCall
 
 _RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse"), "row_maximum": ("row_maximum",)}
 """The results of all directions but "backward"; a forward without ``with_lse`` has the first alone."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -19,11 +19,12 @@ from attn_core.call.checks import result_error
 from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
-from attn_core.context_parallel.on_torch import step
-from attn_core.context_parallel.on_torch.tiles import head_start
 from attn_core.errors import BridgeError, note_call
 from attn_core.paged.tables import SCALES, TABLES, check_read
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
+
+if TYPE_CHECKING:  # few programs have ranks
+    from attn_core.context_parallel.on_torch import step
 
 Run = Callable[[tuple[Any, ...]], None]
 """Runs a call on XLA's values: operands, then the buffers of the results, then attributes."""
@@ -75,6 +76,7 @@ def _in_range(run_call: Run, name: str) -> Run:
 
 def _with_head_start(run_call: Run) -> Run:
     """Delays the call by a few us, so that an exchange starts before the call's kernel fills the GPU."""
+    from attn_core.context_parallel.on_torch.tiles import head_start
 
     def run(values: tuple[Any, ...]) -> None:
         head_start(values[0].device)
@@ -210,6 +212,9 @@ class _StepRunner:
 
     def run(self, values: tuple[Any, ...]) -> None:
         """Runs the step on XLA's values; see ``Run``."""
+        from attn_core.context_parallel.on_torch import step
+        from attn_core.context_parallel.on_torch.tiles import head_start
+
         q = values[0]
         part_step = _prepare_part(self, self._part(values), q.device)
         if self._overlaps_exchange and part_step.tiles:
@@ -235,6 +240,8 @@ class _StepRunner:
 # A small cache, because a prepared part holds tensors on the device.
 @lru_cache(maxsize=64)
 def _prepare_part(runner: _StepRunner, part: int, device: Any) -> step.PartStep:
+    from attn_core.context_parallel.on_torch import step
+
     return step.prepare_part(runner.step, part, device)
 
 

@@ -240,6 +240,21 @@ def test_imports_load_no_framework() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_frontend_loads_neither_ranks_nor_drop_ins(framework: str) -> None:
+    """They would be a fifth of an import, and few programs need them. Their public names load them."""
+    pytest.importorskip(framework)
+    late = f"'{framework}_frontend.unsloth', 'attn_core.dropins', 'attn_core.context_parallel'"
+    lines = (
+        f"import sys, {framework}_frontend as frontend",
+        f"assert not [name for name in sys.modules if name.startswith(({late}))]",
+        "frontend.run_attention, frontend.context_parallel_attention",
+        f"assert all(name in sys.modules for name in ({late}))",
+    )
+    done = python("\n".join(lines))
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_loads_nothing_slow() -> None:
     """Each takes as long as several modules of ours, and few calls need it."""
     loaded = 'print(*{"importlib.metadata", "unittest", "asyncio", "subprocess"} & set(sys.modules))'

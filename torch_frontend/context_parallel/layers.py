@@ -18,14 +18,13 @@ import torch
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.seq_info import SeqInfo, SeqInfoLike
-from attn_core.context_parallel import index_arrays
-from attn_core.context_parallel.layout import Layout
-from attn_core.context_parallel.request import row_lengths
 from attn_core.errors import SpecError, shown
 from torch_frontend.dispatch.after_import import after_import
 
 if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
+
+    from attn_core.context_parallel.layout import Layout
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -111,6 +110,8 @@ after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself
 @lru_cache(maxsize=16)
 def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Returns the positions on the device; cached, because a copy from the host waits for the device."""
+    from attn_core.context_parallel import index_arrays
+
     return torch.from_numpy(index_arrays.position_ids(layout, documents)[rank]).to(device)
 
 
@@ -131,6 +132,8 @@ def _checked(block: ActiveMesh) -> ActiveMesh:
         raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an int")
     block = block._replace(seq_info=SeqInfo.coerce(block.seq_info))
     if block.documents is not None:
+        from attn_core.context_parallel.request import row_lengths
+
         row_lengths(length, block.documents, (0, 0), 1)
     # Documents to deal may come with the layers' calls. Arrays have no truth value, so the kind is checked first.
     if block.documents is not None or not isinstance(block.layout, str) or block.layout != "documents":

@@ -14,7 +14,6 @@ from attn_core.call.kinds import check_int32
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.one_device import described
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.selection import NoBackendError, Selection, override
@@ -148,6 +147,8 @@ def explain(
     tables = inputs.key_ranges, *aux_of(inputs)
     if any(table is not None and not table.is_cpu for table in tables):
         return selection  # reading a GPU would wait for it
+    from attn_core.context_parallel.one_device import described  # few programs need it, and many modules load with it
+
     ranges, *arrays = (None if table is None else table.detach().numpy() for table in tables)
     return described(selection, ranges, arrays)
 

@@ -5,8 +5,9 @@ Ranges are on the host as an array of numpy, or as a tensor on the CPU, also bes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.context_parallel import one_device
-from attn_core.context_parallel.on_torch import one_device as parts
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.plan import Plan, on_device
+
+if TYPE_CHECKING:
+    from attn_core.context_parallel.on_torch import one_device as parts
 
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
@@ -93,6 +95,10 @@ def on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tens
 @from_records(maxsize=64)
 def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> Plan | None:
     """Returns a call's plan in parts; None if a backend runs the call as a whole."""
+    # Nineteen modules, which few programs need.
+    from attn_core.context_parallel import one_device
+    from attn_core.context_parallel.on_torch import one_device as parts
+
     entries, *_ = arguments
     spec, target, names = plan.request(*arguments)
     key_ranges = np.frombuffer(content, np.int32).reshape(entries.key_ranges[0])
@@ -105,15 +111,18 @@ def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> 
         return None
     device = entries.q[2]
     planned = parts.build(spec, found, device, partial(on_device, device=device))
-    functions = partial(_forward, planned), partial(_backward, planned)
+    functions = partial(_forward, parts.forward, planned), partial(_backward, parts.backward, planned)
     return Plan(spec, planned.backend, *functions, one_row=False, in_parts=True)
 
 
-def _forward(planned: parts.PartsPlan, spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return parts.forward(planned, *inputs[:3], inputs.sinks)
+def _forward(
+    run: Callable[..., tuple[Tensor, Tensor]], planned: parts.PartsPlan, spec: AttentionSpec, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
+    return run(planned, *inputs[:3], inputs.sinks)
 
 
 def _backward(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
     planned: parts.PartsPlan,
     spec: AttentionSpec,
     inputs: Inputs,
@@ -122,5 +131,5 @@ def _backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    dq, dk, dv, dsinks = parts.backward(planned, *inputs[:3], inputs.sinks, out, lse, dout, dlse)
+    dq, dk, dv, dsinks = run(planned, *inputs[:3], inputs.sinks, out, lse, dout, dlse)
     return Gradients(dq, dk, dv, None, dsinks)
