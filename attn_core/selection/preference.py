@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from attn_core import backends
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import has_functions
-from attn_core.call.spec import AttentionSpec, PagedKV
+from attn_core.call.spec import FLOAT_BITS, AttentionSpec, PagedKV
 from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 from attn_core.selection.target import Target, reasons_of
@@ -42,15 +42,17 @@ CALLBACK_TABLE = {False: 250.0, True: 500.0}
 """Host microseconds, forward (False) and training (True), of a callback for a mask or a bias, which it prepares. Those
 of the callback itself are in each backend's ``Timing``."""
 
-XLA_SCORE = {False: 60e-6, True: 150e-6}
-"""Device microseconds of ``jax_xla`` on a GPU for each score, hidden or not, from the same calls.
+XLA_PRODUCT = {False: 65e-9, True: 180e-9}
+"""Device microseconds of ``jax_xla`` on a GPU, forward and training, for each product of a score: as many as both head
+dims have channels, hidden or not. Small calls took 30 to 100 and 90 to 290 for 1e9 of them, large ones the least.
+From jitted calls on an H200 on 2026-12-01."""
 
-They took 20 to 70 for a million scores forward. Calls of few scores took the most, and only they can be the fastest
-this way."""
-
-XLA_SCORE_OF_WIDE = XLA_SCORE | {True: 40e-6}
+XLA_PRODUCT_OF_WIDE = XLA_PRODUCT | {True: 40e-9}
 """The same for heads wider than WIDTHS. No table was measured with them, and other kernels' gradients are slow: on an
 H200 on 2026-11-30 the training of ``jax_xla`` took 2.5 and 13 ms where ``sdpa_efficient`` took 8.8 and 48."""
+
+XLA_BYTE = 4e-7
+"""Device microseconds of ``jax_xla`` for each byte of keys and values: what decoding takes."""
 
 HIDDEN_BY_HOST = 0.5
 """In training, a kernel that XLA launches takes about this share of the predicted time if torch's host takes as long.
@@ -163,11 +165,20 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
         if not timed:
             return []
         # torch does not run JAX's own operations, so they have no model.
-        scores, plain = spec.batch * spec.num_heads * spec.q_len * spec.kv_len, backends.plain_backend("jax")
+        plain = backends.plain_backend("jax")
         launch = backends.load(plain, backends.kind_of(device)).timing.in_xla[spec.needs_backward]
-        rates = XLA_SCORE_OF_WIDE if max(spec.head_dim, spec.value_dim) > WIDTHS[-1] else XLA_SCORE
-        return [*timed, (max(launch, rates[spec.needs_backward] * scores), timed[-1][1] + 1, plain)]
+        return [*timed, (launch + _device_time_of_xla(spec), timed[-1][1] + 1, plain)]
     return [(max(each.host, time), each.place, each.name) for each, time in zip(known, on_device)]
+
+
+def _device_time_of_xla(spec: AttentionSpec) -> float:
+    """Returns the microseconds that JAX's own operations take on a GPU, but for their launch."""
+    wide = max(spec.head_dim, spec.value_dim) > WIDTHS[-1]
+    product = (XLA_PRODUCT_OF_WIDE if wide else XLA_PRODUCT)[spec.needs_backward]
+    channels = spec.head_dim + spec.value_dim
+    products = spec.batch * spec.num_heads * spec.q_len * spec.kv_len * channels
+    bytes_of_keys = spec.batch * spec.kv_len * spec.num_kv_heads * channels * FLOAT_BITS[spec.dtype] // 8
+    return product * products + XLA_BYTE * bytes_of_keys
 
 
 def _table(framework: str, device: str) -> Table | None:

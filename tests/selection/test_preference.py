@@ -212,7 +212,7 @@ def test_small_calls_in_jax_run_in_xla_if_the_other_kernels_need_python() -> Non
             # All its pairs take XLA longer than a callback.
             larger = replace(small, q_len=1024, kv_len=1024, bias_shape=(1, 32, 1024, 1024))
             assert order(larger, "jax", "sm90")[0] == "sdpa_efficient"
-            assert predicted(larger, "jax", "sm90")["jax_xla"] > 1e4
+            assert predicted(larger, "jax", "sm90")["jax_xla"] > 3e3
 
 
 def test_a_mask_costs_more_in_a_callback() -> None:
