@@ -20,6 +20,7 @@ from attn_core import AttentionSpec, Target, backends
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch import step as step_torch
+from attn_core.context_parallel.on_torch import tiles
 from jax_frontend import attention
 from jax_frontend.bridge import bridged_call, bridged_run, targets
 
@@ -55,7 +56,7 @@ def test_two_calls_never_share_a_token(monkeypatch):
 def test_a_kernel_beside_an_exchange_gives_it_a_head_start(monkeypatch, replace_fields, direction):
     order, math = [], backends.load("math", "cpu")
     kernel = getattr(math, direction)
-    monkeypatch.setattr(bridged_run, "head_start", lambda device: order.append(str(device)))
+    monkeypatch.setattr(tiles, "head_start", lambda device: order.append(str(device)))
     replace_fields(math, **{direction: lambda *given: [order.append("kernel"), kernel(*given)][1]})
     q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.zeros(1, 2, 5)
     gradients = [torch.empty_like(q) for _ in range(3)]
@@ -71,7 +72,7 @@ def test_a_kernel_beside_an_exchange_gives_it_a_head_start(monkeypatch, replace_
 def test_a_step_of_context_parallelism_waits_only_in_parts_that_compute(monkeypatch):
     """A contiguous causal row over two parts: in the second step the first part sees none of the other part's keys."""
     started = []
-    monkeypatch.setattr(bridged_run, "head_start", lambda device: started.append(str(device)))
+    monkeypatch.setattr(tiles, "head_start", lambda device: started.append(str(device)))
     spec = replace(SPEC, q_len=10, kv_len=10, causal=True, return_lse=True)
     call = build_call(spec, None, "ring", "contiguous", (2,), 1, Target("jax", "cpu"), ("math",))
     step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, stacked=False), "cpu", True)
