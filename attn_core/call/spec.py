@@ -316,7 +316,7 @@ class AttentionSpec:
         ]
         return ", ".join(parts + [text for text in map(self._text_of, fields(self)) if text])
 
-    def _text_of(self, field: Field[Any]) -> str:  # the optional fields that differ from their defaults
+    def _text_of(self, field: Field[object]) -> str:  # the optional fields that differ from their defaults
         name, value = field.name, getattr(self, field.name)
         if field.default is value or value == field.default or name in _WRITTEN_FIRST:
             return ""
