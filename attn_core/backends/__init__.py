@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pkgutil import iter_modules
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -288,6 +287,8 @@ def check_name(name: str) -> None:
         return
     if name in broken_plug_ins():
         raise SpecError(f"backend={name!r}: {broken_plug_ins()[name]}")
+    from difflib import get_close_matches
+
     close = foreign_names().get(str(name).lower()) or get_close_matches(str(name).lower(), names(), n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names())}"
     raise SpecError(f"backend={name!r}: unknown backend; {hint}")

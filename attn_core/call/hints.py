@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -272,6 +271,8 @@ def _sentence(word: str, function: str, ours: Sequence[str]) -> str:
     """Returns the error for an unknown keyword: which of ours means the same, that none does, or which one is close."""
     known = meaning(word, ours)
     if known is None:
+        from difflib import get_close_matches
+
         close = get_close_matches(word, ours, n=1)
         hint = f"did you mean {close[0]}=?" if close else f"expected one of {', '.join(ours)}"
         return f"{function}() got an unexpected keyword argument {word!r}; {hint}"

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def table_in_force(framework: str, device: str) -> Table | None:
 @cache
 def shipped_table(framework: str, device: str) -> Table | None:
     """Returns the table of the package for a device, or None."""
-    file = files("attn_core.selection.measured") / f"{framework}-{device}.json"
+    file = Path(__file__).with_name("measured") / f"{framework}-{device}.json"
     return table_of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 

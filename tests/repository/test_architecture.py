@@ -257,7 +257,8 @@ def test_a_frontend_loads_neither_ranks_nor_drop_ins(framework: str) -> None:
 
 def test_import_loads_nothing_slow() -> None:
     """Each takes as long as several modules of ours, and few calls need it."""
-    loaded = 'print(*{"importlib.metadata", "unittest", "asyncio", "subprocess"} & set(sys.modules))'
+    slow = {"importlib.metadata", "importlib.resources", "unittest", "asyncio", "subprocess", "tempfile", "difflib"}
+    loaded = f"print(*{slow!r} & set(sys.modules))"
     done = python(f"import sys, numpy; {loaded}; import attn_core; {loaded}")
     by_numpy, by_us = (set(line.split()) for line in done.stdout.splitlines())
     assert by_numpy == by_us, done.stdout + done.stderr
