@@ -1,5 +1,6 @@
 """Attention for JAX: one call for every kernel, under every transformation, with the reasons for the choice."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
@@ -58,11 +59,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run_attention":  # loads at first use, like the drop-in that it belongs to
-        from jax_frontend.unsloth import run_attention
-
-        globals()[name] = run_attention
-        return run_attention
+    if name in ("run_attention", "unsloth"):  # load at first use, because few programs need the drop-in
+        globals()["run_attention"] = import_module(f"{__name__}.unsloth").run_attention
+        return globals()[name]  # the import names the module here
     if name in context_parallel.PUBLIC:  # loads at first use, because few programs need it
         globals()[name] = getattr(context_parallel, name)
         return globals()[name]

@@ -1,5 +1,6 @@
 """Attention for torch: one call, every kernel, and the reasons for the choice."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
@@ -59,11 +60,9 @@ if torch.distributed.is_available():  # torch can be built without it
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run_attention":  # loads at first use, like the drop-in that it belongs to
-        from torch_frontend.unsloth import run_attention
-
-        globals()[name] = run_attention
-        return run_attention
+    if name in ("run_attention", "unsloth"):  # load at first use, because few programs need the drop-in
+        globals()["run_attention"] = import_module(f"{__name__}.unsloth").run_attention
+        return globals()[name]  # the import names the module here
     if name == "scaled_dot_product_attention":  # the same
         from torch_frontend.finetrainers import attention_dispatch
 

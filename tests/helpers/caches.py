@@ -36,6 +36,7 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
     "torch_frontend.dispatch.plan:_planned_shapes": "the backends with kept_plans, as many shapes each as these say",
+    "torch_frontend.dispatch.sdpa_flags:_behind": "torch's flags for kernels",
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
     "attn_core.dropins.flash_attn.arguments:slopes_of_tokens": ONE,
@@ -77,6 +78,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.sdpa_flash.containment:valueless": ONE,
     "attn_core.backends.sdpa_flash.cpu_kernel:has_tiles": ONE,
     "attn_core.backends.sdpa_flash.cpu_kernel:kernels": ONE,
+    "attn_core.backends.sdpa_flash.cuda:_heads_first_binding": ONE,
     "attn_core.backends.sdpa_flash.cuda:_in_place": ONE,
     "attn_core.backends.sdpa_flash.cuda:_kernels": ONE,
     "attn_core.backends.shared.caches:first": "the arguments of its function",
