@@ -31,6 +31,7 @@ OF_FILE: dict[str, Table] = {
     "page-calls": tables.pages,
     "masks": tables.masks,
     "small-calls": tables.small_calls,
+    "drawn": tables.drawn,
     "cpu": tables.cpu,
     "grpo": tables.grpo,
     "generate: models": tables.generate,
@@ -41,7 +42,7 @@ OF_FILE: dict[str, Table] = {
     "context-scaling": tables.scaling,
 }
 """The tables by the beginning of the name of their file, or by the kind of table and this beginning."""
-DATED = ("jax-first", "page-calls", "masks", "small-calls")
+DATED = ("jax-first", "page-calls", "masks", "small-calls", "drawn")
 """Tables that follow a sentence about when and where they were measured."""
 
 
