@@ -4,8 +4,9 @@ Limits: sm90, float16 and bfloat16, head_dim up to 256, bottom-right alignment o
 We call the operators directly, never the package's Python functions: those cost more than a small kernel, and their
 autograd loses packed offsets and ``deterministic``. Arguments are filled in by name from the operator's own schema,
 which differs between builds. ``build`` finds out by tiny calls what the installed build lacks.
-Upstream: FlashAttention 3.0 with torch operators, as a source build of ``hopper/``, tokenspeed-fa3 (forward only, no
-softcap) or fa3-fwd (forward only, no window, no float16). Gradients need a source build; we have run none so far.
+Upstream: FlashAttention 3.0 with torch operators, as flash-attn-3 (PyTorch's wheels, or a build of ``hopper/``),
+tokenspeed-fa3 (forward only, no softcap) or fa3-fwd (forward only, no window, no float16). Gradients need flash-attn-3,
+which we have not run so far.
 
 Conventions: natural log-sum-exp, -inf for rows that see no key, as ours; -1 is an open side of a window. Head
 dimensions between those of the kernels run as they are in multiples of 8; ``shared.rewrites`` does the rest.
@@ -399,7 +400,7 @@ forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward
 _FP8_BACKEND = Backend(
     name="flash3_fp8",
     framework="torch",
-    requires="flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd",
+    requires="flash-attn-3, tokenspeed-fa3 or fa3-fwd",
     forward_claims=replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True),
     backward_claims=None,
     refuses=_fp8_refuses,
@@ -413,7 +414,7 @@ _FP8_BACKEND = Backend(
 BACKEND = Backend(
     name="flash3",
     framework="torch",
-    requires="flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd",
+    requires="flash-attn-3, tokenspeed-fa3 or fa3-fwd",
     forward_claims=FORWARD,
     backward_claims=BACKWARD,
     refuses=refuses,

@@ -40,7 +40,7 @@ from attn_core.selection.cost_model import (
     microseconds,
     sizes_of_call,
 )
-from attn_core.selection.preference import caution, ranking, weight_of_host
+from attn_core.selection.preference import caution, ranking
 from attn_core.selection.whole_file import check_place
 
 ROUNDS = 3
@@ -341,9 +341,8 @@ def costs(cases: list[Case], target: Target, models: Models | None) -> dict[str,
 def _predicted(spec: AttentionSpec, target: Target, models: Models) -> dict[str, float]:
     call, sizes = kind_of_call(spec), _sizes(spec, target)
     known = {name: one for name, one in models[spec.needs_backward].items() if _is_modelled(name, spec, target)}
-    weight = weight_of_host(target.framework, target.kind)
     return {
-        name: caution(name, target.kind, model.error) * microseconds(model, call, sizes, weight)
+        name: caution(name, target.kind, model.error) * microseconds(model, call, sizes)
         for name, model in known.items()
     }
 

@@ -32,11 +32,11 @@ SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
 
 HOST = 2.0
-"""On a GPU, the host's time counts this many times.
+"""On a GPU, the host's time of a shipped table counts this many times.
 
-The models saw hosts that ran one call after another. Other hosts of the same cards took 2.3 times as long (2026-12-01),
-and a host that trains a model runs more than attention. A kernel that needs the host less loses little where the host
-is fast: over the calls of the sweeps .3 % in training and 1 % forward."""
+The models saw other hosts, which ran one call after another. Hosts of the same cards took 2.3 times as long on
+2026-12-01, and a host that trains a model runs more than attention. A kernel that needs the host less loses little
+where the host is fast: over the calls of the sweeps .3 % in training and 1 % forward."""
 
 CALLBACK_TABLE = {False: 250.0, True: 500.0}
 """Host microseconds, forward (False) and training (True), of a callback for a mask or a bias, which it prepares. Those
@@ -191,17 +191,18 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     """Returns the backends that have a model, in the usual order."""
     cautions, models = _models(framework, device, kind.training)
     grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
-    where = backends.kind_of(device)
+    where, table = backends.kind_of(device), _table(framework, device)
+    weight = 1.0 if table is None or table.of_this_host else weight_of_host(framework, where)
     found: list[Candidate] = []
     for (name, caution), (host, *rates) in zip(cautions.items(), models.of_kind(kind) if cautions else ()):
         backend = backends.load(name, where)
-        host = host * weight_of_host(framework, where) + grows * backend.timing.new_length
+        host = host * weight + grows * backend.timing.new_length
         found.append(Candidate(len(found), name, backend, caution, host, tuple(rates)))
     return tuple(found)
 
 
 def weight_of_host(framework: str, kind: str) -> float:
-    """Returns how many times the host's time counts.
+    """Returns how many times the host's time of a shipped table counts.
 
     In JAX, XLA or a callback launches the kernels, and these have times of their own.
 

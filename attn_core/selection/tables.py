@@ -48,6 +48,7 @@ class Table:
     tile: int  # see ``cost_model.sizes_of_call``
     processors: int  # the same
     models: Mapping[bool, Mapping[str, Model]]  # by direction (True for training), then by backend
+    of_this_host: bool = False  # whether the user measured it on this machine
 
 
 def user_folder() -> Path:
@@ -151,7 +152,7 @@ def table_of(raw: dict[str, Any], path: str = "") -> Table:
     tile, processors = int(raw["tile"]), int(raw["processors"])
     if tile < 1 or processors < 1:
         raise ValueError(f"tile={tile}, processors={processors}: expected 1 or more")
-    return Table(source, tile, processors, models)
+    return Table(source, tile, processors, models, of_this_host=bool(path))
 
 
 def _model(content: dict[str, Any]) -> Model:

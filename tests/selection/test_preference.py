@@ -119,13 +119,16 @@ def test_equal_predictions_keep_the_usual_order() -> None:
         assert order(SPEC, "torch", "sm90") == USUAL
 
 
-def test_the_host_counts_more_than_once_in_torch_on_a_gpu() -> None:
+def test_the_host_of_a_shipped_table_counts_more_than_once_in_torch_on_a_gpu() -> None:
     # flash2's device takes longer than either host, and less than flash3's host on a slower machine.
     models: dict[str, float | Model] = {"flash3": 20.0, "flash2": made_up_model(10.0, constant=25.0)}
     with measured(models):
         assert predicted(SPEC, "torch", "sm90") == pytest.approx({"flash3": 20.0 * HOST, "flash2": 25.0})
         assert order(SPEC, "torch", "sm90")[0] == "flash2"
         assert order(replace(SPEC, needs_backward=True), "torch", "sm90")[0] == "flash2"
+    measured_here = replace(made_up_table(models), of_this_host=True)
+    with tables_in_force({("torch", "sm90"): measured_here}):
+        assert predicted(SPEC, "torch", "sm90") == pytest.approx({"flash3": 20.0, "flash2": 25.0})
     with tables_in_force({("torch", "cpu"): made_up_table({"math": 20.0})}), pytest.MonkeyPatch.context() as patch:
         made_up_order(patch, {("torch", "cpu"): ("math",)})
         assert predicted(SPEC, "torch", "cpu") == pytest.approx({"math": 20.0})

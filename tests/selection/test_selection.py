@@ -553,7 +553,7 @@ def test_a_candidate_that_one_change_admits_is_shown_with_its_reason() -> None:
         *(
             (reason, reason)
             for reason in (
-                "not available: ModuleNotFoundError: x (needs flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd)",
+                "not available: ModuleNotFoundError: x (needs flash-attn-3, tokenspeed-fa3 or fa3-fwd)",
                 "not available: OSError: libcudart.so.13 (needs torch>=2.11)",
                 "softcap=50.0: the aten CPU flash kernel has none",
             )

@@ -5,8 +5,8 @@ Ranges are on the host as an array of numpy, or as a tensor on the CPU, also bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,18 +111,19 @@ def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> 
         return None
     device = entries.q[2]
     planned = parts.build(spec, found, device, partial(on_device, device=device))
-    functions = partial(_forward, parts.forward, planned), partial(_backward, parts.backward, planned)
+    functions = partial(_forward, parts, planned), partial(_backward, parts, planned)
     return Plan(spec, planned.backend, *functions, one_row=False, in_parts=True)
 
 
 def _forward(
-    run: Callable[..., tuple[Tensor, Tensor]], planned: parts.PartsPlan, spec: AttentionSpec, inputs: Inputs
+    module: ModuleType, planned: parts.PartsPlan, spec: AttentionSpec, inputs: Inputs
 ) -> tuple[Tensor, Tensor]:
-    return run(planned, *inputs[:3], inputs.sinks)
+    results: tuple[Tensor, Tensor] = module.forward(planned, *inputs[:3], inputs.sinks)
+    return results
 
 
 def _backward(
-    run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    module: ModuleType,
     planned: parts.PartsPlan,
     spec: AttentionSpec,
     inputs: Inputs,
@@ -131,5 +132,5 @@ def _backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Gradients:
-    dq, dk, dv, dsinks = run(planned, *inputs[:3], inputs.sinks, out, lse, dout, dlse)
+    dq, dk, dv, dsinks = module.backward(planned, *inputs[:3], inputs.sinks, out, lse, dout, dlse)
     return Gradients(dq, dk, dv, None, dsinks)
