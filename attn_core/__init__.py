@@ -3,6 +3,9 @@
 Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``jax_frontend``.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from attn_core.backends import Backend, register_backend
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
@@ -49,3 +52,9 @@ __all__ = [
     "register_backend",
     "select",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "masks":  # loads at first use, because few programs build key ranges
+        return import_module(f"{__name__}.masks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -256,6 +256,13 @@ def test_a_frontend_loads_neither_ranks_nor_drop_ins(framework: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_drop_in_of_flash_attn_loads_no_compiler() -> None:
+    pytest.importorskip("torch")
+    code = "import sys, torch_frontend.flash_attn; assert 'torch._dynamo' not in sys.modules"
+    done = python(f"{code}; import attn_core; assert attn_core.masks.from_flashmask")
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_loads_nothing_slow() -> None:
     """Each takes as long as several modules of ours, and few calls need it."""
     slow = {"importlib.metadata", "importlib.resources", "unittest", "asyncio", "subprocess", "tempfile", "difflib"}

@@ -149,7 +149,7 @@ def _run_on_documents_of_host(call_plan: Plan, records: bool, *tensors: Any) -> 
 def _in_heads_first(call_plan: Plan, run: Run) -> Run:
     """Returns ``run`` for q, k and v ``[batch, heads, len, dim]``, by the kernel itself if it has this layout.
 
-    torch's CPU kernel has it. Then a call needs none of seven views, for which autograd would record a node each.
+    torch's own kernels have it. Then a call needs none of seven views, for which autograd would record a node each.
     """
 
     def exchange(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Results:

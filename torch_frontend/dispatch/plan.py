@@ -42,7 +42,9 @@ _planned_shapes: dict[str, dict[AttentionSpec, None]] = {}
 
 def without_more_plans(target: Target, spec: AttentionSpec) -> Target:
     """Returns the target for the automatic choice of a call: without the backends that may keep no further plan."""
-    full = [(name, _limit_of(name, target.kind)) for name, shapes in _planned_shapes.items() if spec not in shapes]
+    full = [
+        (name, _limit_of(name, target.kind)) for name, shapes in tuple(_planned_shapes.items()) if spec not in shapes
+    ]
     full = [(name, limit) for name, limit in full if limit is not None and len(_planned_shapes[name]) >= limit.most]
     return _without(target, tuple(full)) if full else target
 

@@ -30,6 +30,7 @@ from attn_core.paged import rotary as core_rotary
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.plan import Results, on_device
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.paged import paged_calls, tables
@@ -336,6 +337,18 @@ def append(call: Cached, pages: Tensor, seq_lens: Tensor, interleaved: bool) -> 
     return call.k_cache, call.v_cache
 
 
+def _portable() -> tuple[str, ...]:
+    return (plain_backend("torch"),)
+
+
+def _keep_from_compiler() -> None:
+    """Lets Dynamo take the name as a constant: it could not trace how records are found."""
+    torch.compiler.assume_constant_result(_portable)
+
+
+after_import("torch._dynamo", _keep_from_compiler)  # the function itself would import Dynamo
+
+
 TORCH = Frontend(
     attention=attention,
     attention_qkvpacked=attention_qkvpacked,
@@ -343,8 +356,7 @@ TORCH = Frontend(
     apply_rotary=apply_rotary,
     numpy=torch,
     updates_in_place=True,
-    # A compiler could not trace how the records are found.
-    portable=torch.compiler.assume_constant_result(lambda: (plain_backend("torch"),)),
+    portable=_portable,
     check_array=plan.check_tensor,
     check_constant=_check_constant,
     facts=_facts,
