@@ -12,7 +12,8 @@ import torch
 
 from attn_core import AttentionSpec
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
-from attn_core.backends.sdpa_flash import cpu_blocks
+from attn_core.backends.sdpa_flash import cpu_blocks, cpu_kernel
+from attn_core.call.masks import Band
 from attn_core.call.tensors import Inputs
 from torch_frontend import attention
 
@@ -131,3 +132,34 @@ def test_cached_masks_of_inference_mode_serve_training() -> None:
     out = attention(q, k, v, **options)
     assert torch.equal(out.detach(), expected.clone())
     assert torch.autograd.grad(out, q, dout)[0].isfinite().all()
+
+
+def _functionalised(call: Any) -> None:
+    torch.func.functionalize(lambda x: (call(), x + 1)[1])(torch.ones(1))
+
+
+def _under_the_dispatch_key(call: Any) -> None:
+    torch._enable_functionalization(reapply_views=True)  # type: ignore[no-untyped-call]
+    try:
+        call()
+    finally:
+        torch._disable_functionalization()
+
+
+@pytest.mark.parametrize("run", [_functionalised, _under_the_dispatch_key])
+def test_no_functional_tensor_is_kept_for_later_calls(run: Any) -> None:
+    """A later call would store it into a plain tensor, which torch refuses."""
+    rows = slice(0, 5)
+    edge = Band(None, 0, 3)
+    for cache in (cpu_kernel._cached_band, cpu_kernel._cached_distance, cpu_kernel._cached_constants):
+        cache.cache_clear()
+
+    def tables() -> Any:
+        slopes = torch.ones(1, 2, 1, 1)
+        band = cpu_kernel.additive("float32", slopes.device, None, None, edge, rows, rows)
+        return band, cpu_kernel.with_alibi("float32", band, slopes, 3, rows, rows)
+
+    made = []
+    run(lambda: made.append(tables()))
+    assert torch._is_functional_tensor(made[0][0])  # so the case is one
+    assert not any(map(torch._is_functional_tensor, tables()))

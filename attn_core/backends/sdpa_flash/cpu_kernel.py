@@ -189,10 +189,13 @@ def _table(
 
 
 def _may_cache() -> bool:
-    """Returns whether no mode is active: under one, a new tensor may have no data."""
+    """Returns whether a new tensor is a plain one. Under a mode it may have no data, or be a functional tensor."""
     import torch
 
-    return torch._C._len_torch_dispatch_stack() == 0
+    dispatch = torch._C
+    if dispatch._len_torch_dispatch_stack() or dispatch._are_functorch_transforms_active():
+        return False
+    return not dispatch._dispatch_tls_is_dispatch_key_included(dispatch.DispatchKey.Functionalize)
 
 
 def _new_constants(dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
