@@ -13,6 +13,7 @@ import torch
 from attn_core import AttentionSpec
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
 from attn_core.backends.sdpa_flash import cpu_blocks, cpu_kernel
+from attn_core.backends.shared import aten_masks
 from attn_core.call.masks import Band
 from attn_core.call.tensors import Inputs
 from torch_frontend import attention
@@ -154,12 +155,16 @@ def test_no_functional_tensor_is_kept_for_later_calls(run: Any) -> None:
     for cache in (cpu_kernel._cached_band, cpu_kernel._cached_distance, cpu_kernel._cached_constants):
         cache.cache_clear()
 
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    aten_masks.keep_additive(mask)
+
     def tables() -> Any:
         slopes = torch.ones(1, 2, 1, 1)
         band = cpu_kernel.additive("float32", slopes.device, None, None, edge, rows, rows)
-        return band, cpu_kernel.with_alibi("float32", band, slopes, 3, rows, rows)
+        of_mask = cpu_kernel.additive("float32", slopes.device, mask, None, None, rows, rows)
+        return band, of_mask, cpu_kernel.with_alibi("float32", band, slopes, 3, rows, rows)
 
     made = []
     run(lambda: made.append(tables()))
-    assert torch._is_functional_tensor(made[0][0])  # so the case is one
+    assert all(map(torch._is_functional_tensor, made[0]))  # so the case is one
     assert not any(map(torch._is_functional_tensor, tables()))

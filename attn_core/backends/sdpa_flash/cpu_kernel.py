@@ -165,7 +165,7 @@ def empty_rows(added: Tensor) -> Tensor:
 
 def _constants(dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns 0 and -inf as tensors without axes, because torch converts numbers to such tensors on every call."""
-    return _cached_constants(dtype, device) if _may_cache() else _new_constants(dtype, device)
+    return _cached_constants(dtype, device) if aten_masks.makes_plain_tensors() else _new_constants(dtype, device)
 
 
 def _band(dtype: str, device: torch.device, edge: Band, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
@@ -185,17 +185,7 @@ def _table(
     """Returns a table of rows and keys, from the cache if it is small."""
     place = (rows.start, rows.stop, keys.start, keys.stop)
     small = (rows.stop - rows.start) * (keys.stop - keys.start) <= CACHED_ELEMENTS
-    return (cached if small and _may_cache() else new)(dtype, device, what, place)
-
-
-def _may_cache() -> bool:
-    """Returns whether a new tensor is a plain one. Under a mode it may have no data, or be a functional tensor."""
-    import torch
-
-    dispatch = torch._C
-    if dispatch._len_torch_dispatch_stack() or dispatch._are_functorch_transforms_active():
-        return False
-    return not dispatch._dispatch_tls_is_dispatch_key_included(dispatch.DispatchKey.Functionalize)
+    return (cached if small and aten_masks.makes_plain_tensors() else new)(dtype, device, what, place)
 
 
 def _new_constants(dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:

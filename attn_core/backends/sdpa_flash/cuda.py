@@ -132,7 +132,8 @@ def shortcut(spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor], tuple[Te
         copy_unaligned(out)
         return out, lse
 
-    # The other op exchanges the axes around the one above. It has no window, and promises no diagonal but this one.
+    # The other op exchanges the axes around the one above. It has no window, and says where the diagonal is only for
+    # queries and keys of equal lengths.
     plain = how["window_size_left"] is None and how["window_size_right"] is None
     if plain and (spec.q_len == spec.kv_len or not how["is_causal"]):
         heads_first_kernel, is_causal, scale = _heads_first_binding(), how["is_causal"], how["scale"]

@@ -35,6 +35,19 @@ def keep_additive(mask: Tensor) -> None:
         setattr(mask, KEPT_MARK, (ref(mask), {}))
 
 
+def makes_plain_tensors() -> bool:
+    """Returns whether a new tensor is a plain one, so that later calls may read it.
+
+    Under a mode it may have no data. Under a transform or functionalisation it belongs to these.
+    """
+    import torch
+
+    dispatch = torch._C
+    if dispatch._len_torch_dispatch_stack() or dispatch._are_functorch_transforms_active():
+        return False
+    return not dispatch._dispatch_tls_is_dispatch_key_included(dispatch.DispatchKey.Functionalize)
+
+
 def kept_additive(mask: Tensor, form: tuple[object, ...], convert: Callable[[], Tensor]) -> Tensor:
     """Returns the additive form of a mask that has KEPT_MARK: the kept one, or a new one, which is kept if it is small.
 
@@ -45,11 +58,10 @@ def kept_additive(mask: Tensor, form: tuple[object, ...], convert: Callable[[], 
     import torch
 
     original, forms = getattr(mask, KEPT_MARK)
-    # A captured graph must convert the mask in every replay. Modes and transforms pass tensors of their own.
-    observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    # A captured graph must convert the mask in every replay.
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     # A deep copy has the attributes of its original.
-    if original() is not mask or observed or captured or torch.compiler.is_compiling():
+    if original() is not mask or captured or not makes_plain_tensors() or torch.compiler.is_compiling():
         mask_converted()
         return convert()
     # Another stream does not wait for the conversion, and a tensor made in inference mode cannot be used in training.
