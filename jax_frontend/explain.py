@@ -68,8 +68,6 @@ def explain(
     selection = plan.explanation(spec, device, requested)
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     value_checks.check_tables(selection.spec, info, inputs.key_ranges)
-    if key_ranges is None and mask_mod is None:
-        return selection
     # Few programs need the two modules, and a fifth of the package loads with them.
     from attn_core.context_parallel.one_device import described
     from jax_frontend.context_parallel.one_device import rows_are_here

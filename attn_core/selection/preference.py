@@ -192,7 +192,7 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     cautions, models = _models(framework, device, kind.training)
     grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
     where, table = backends.kind_of(device), _table(framework, device)
-    weight = 1.0 if table is None or table.of_this_host else weight_of_host(framework, where)
+    weight = 1.0 if table is None else weight_of_host(table, framework, where)
     found: list[Candidate] = []
     for (name, caution), (host, *rates) in zip(cautions.items(), models.of_kind(kind) if cautions else ()):
         backend = backends.load(name, where)
@@ -201,15 +201,15 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     return tuple(found)
 
 
-def weight_of_host(framework: str, kind: str) -> float:
-    """Returns how many times the host's time of a shipped table counts.
+def weight_of_host(table: Table, framework: str, kind: str) -> float:
+    """Returns how many times the host's time in a table counts.
 
     In JAX, XLA or a callback launches the kernels, and these have times of their own.
 
     Args:
         kind: of the device: "cpu" has no host beside it.
     """
-    return HOST if framework == "torch" and kind != "cpu" else 1.0
+    return HOST if framework == "torch" and kind != "cpu" and not table.of_this_host else 1.0
 
 
 @from_records(maxsize=64)

@@ -190,7 +190,7 @@ def package_order(raw: dict[str, Any]) -> tuple[str, Callable[[Record], Sequence
         spec, right = record_spec(record), right_times(record)
         kind, sizes = kind_of_call(spec), sizes_of_call(spec, table.tile, table.processors)
         models = table.models[spec.needs_backward].items()
-        weight = preference.weight_of_host(framework, backends.kind_of(device))
+        weight = preference.weight_of_host(table, framework, backends.kind_of(device))
         times = {
             name: caution(name, backends.kind_of(device), model.error) * microseconds(model, kind, sizes, weight)
             for name, model in models

@@ -203,6 +203,9 @@ class _StepRunner:
     """
 
     def __init__(self, call: BridgedStep) -> None:
+        from attn_core.context_parallel.on_torch import step, tiles
+
+        self.on_torch, self._head_start = step, tiles.head_start
         self.step, self._overlaps_exchange = call.step, call.overlaps_exchange
         # Positions among the values: q, the keys, any results so far, the part unless call.parts says it, the results.
         self._keys_end = 1 + call.step.key_arrays
@@ -212,15 +215,12 @@ class _StepRunner:
 
     def run(self, values: tuple[Any, ...]) -> None:
         """Runs the step on XLA's values; see ``Run``."""
-        from attn_core.context_parallel.on_torch import step
-        from attn_core.context_parallel.on_torch.tiles import head_start
-
         q = values[0]
         part_step = _prepare_part(self, self._part(values), q.device)
         if self._overlaps_exchange and part_step.tiles:
-            head_start(q.device)
+            self._head_start(q.device)
         out, lse, *scratch = values[self._results_at : self._results_at + 4]
-        step.attend(part_step, q, values[1 : self._keys_end], (out, lse), scratch)
+        self.on_torch.attend(part_step, q, values[1 : self._keys_end], (out, lse), scratch)
 
     def _part(self, values: tuple[Any, ...]) -> int:
         """Returns the part of a row that the device of XLA's values computes."""
@@ -240,9 +240,7 @@ class _StepRunner:
 # A small cache, because a prepared part holds tensors on the device.
 @lru_cache(maxsize=64)
 def _prepare_part(runner: _StepRunner, part: int, device: Any) -> step.PartStep:
-    from attn_core.context_parallel.on_torch import step
-
-    return step.prepare_part(runner.step, part, device)
+    return runner.on_torch.prepare_part(runner.step, part, device)
 
 
 def parts_by_device(parts: tuple[tuple[int, int], ...], local_devices: Sequence[jax.Device]) -> dict[int, int]:
