@@ -10,7 +10,6 @@ judges the automatic choice. F.sdpa gets heads-first tensors without gaps; a win
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from attn_core.selection import Target, refusals
 from benchmarks import tables
 from benchmarks.fit.calls import SweepCase, as_called, flops, random_calls
 from benchmarks.fit.sweep import candidates
-from benchmarks.measure import Calls, Row, device_name, environment, measure, parser, put, reason, release, write
+from benchmarks.measure import Calls, Row, device_name, environment, measure, parser, ran, reason
 from torch_frontend import attention
 
 Tensor = torch.Tensor
@@ -121,12 +120,14 @@ def timed(spec: AttentionSpec, by_name: bool) -> Row:
         names = [name for name in candidates(target) if name not in SLOW and not refusals(name, spec, target)]
         calls |= {name: partial(call.attention, name) for name in names}
     row = measure(calls, turn=TURN)
+    graphs: Calls = {}
     for name, each in ((OURS, call.attention), (SDPA, call.sdpa)):
         try:
-            found = measure({name: graphed(each)}, turn=TURN)["seconds"][name]
-            row["seconds"][name + IN_GRAPH] = [seconds / GRAPHED for seconds in found]
+            graphs[name + IN_GRAPH] = graphed(each)
         except Exception as error:  # a call that cannot be captured
             row["not_run"][name + IN_GRAPH] = reason(error)
+    for name, seconds in measure(graphs, turn=TURN)["seconds"].items():
+        row["seconds"][name] = [each / GRAPHED for each in seconds]
     return {"backend": explain(spec, target).backend, "kernel of F.sdpa": call.kernel_of_sdpa(), **row}
 
 
@@ -150,24 +151,14 @@ def main(arguments: list[str] | None = None) -> int:
     if device_name() == "cpu":
         print("needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 2
-    result: Row = {"environment": environment(), "device": device_name(), "seed": parsed.seed, "calls": []}
+    now = environment()
+    result: Row = {"environment": now, "device": device_name(), "seed": parsed.seed, "calls": []}
     for case in islice(expressible(parsed.seed, parsed.gigaflop), parsed.calls):
         for what in ("forward", "training") if case.training else ("forward",):
-            _measure(case, what, parsed, result)
+            spec = replace(as_called(case.spec), needs_backward=what == "training")
+            ran(case.name, what, partial(timed, spec, parsed.by_name), result, now["date"], parsed.json)
     print(tables.drawn(result))
     return 0
-
-
-def _measure(case: SweepCase, what: str, options: argparse.Namespace, result: Row) -> None:
-    spec = replace(as_called(case.spec), needs_backward=what == "training")
-    try:
-        row = {"call": case.name, "what": what, **timed(spec, options.by_name)}
-    except Exception as error:  # the other calls are still useful
-        print(f"{case.name}, {what}: {reason(error)}", file=sys.stderr, flush=True)
-        return
-    put(result, row, result["environment"]["date"])
-    release()
-    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -213,12 +213,12 @@ def run(
     if parsed.only and parsed.json is not None and parsed.json.exists():
         result = continued(parsed.json, result)
     chosen = {key: job for key, job in jobs.items() if not parsed.only or key[0] in parsed.only}
-    failed = sum(not _ran(*key, job, result, now["date"], parsed.json) for key, job in chosen.items())
+    failed = sum(not ran(*key, job, result, now["date"], parsed.json) for key, job in chosen.items())
     print(table(result))
     return 1 if failed else 0
 
 
-def _ran(name: str, what: str, job: Callable[[], Row], result: Result, date: str, path: Path | None) -> bool:
+def ran(name: str, what: str, job: Callable[[], Row], result: Result, date: str, path: Path | None) -> bool:
     """Puts the row of a job into the result; returns whether the job ran."""
     try:
         row = {"call": name, "what": what, **job()}
