@@ -62,21 +62,45 @@ def interrupted_at(line: int, parts: tuple[str, ...] = PACKAGES) -> Iterator[_Li
     lines, before = _Lines(line, parts), sys.gettrace()
     enabled = gc.isenabled()
     gc.disable()  # a destructor would swallow the interruption
-    sys.settrace(lines.trace)
+    with _swallowed() as swallowed:
+        sys.settrace(lines.trace)
+        try:
+            yield lines
+            _settle()
+        except KeyboardInterrupt:
+            if lines.seen < lines.at:
+                raise
+        except Exception:  # XLA's, if the line was inside a callback of JAX: KeyboardInterrupt follows
+            with suppress(KeyboardInterrupt):
+                _settle(0.0 if swallowed else 5.0)  # it follows late on a busy machine
+                if not swallowed:
+                    raise
+        finally:
+            sys.settrace(before)
+            if enabled:
+                gc.enable()
+
+
+@contextmanager
+def _swallowed() -> Iterator[list[Any]]:
+    """Collects the interruptions that Python drops because they came in a destructor or a weak reference's callback.
+
+    References that end on the way of XLA's error to the caller run such callbacks of Python's own ``weakref``.
+    """
+    swallowed: list[Any] = []
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            swallowed.append(unraisable.exc_type)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
     try:
-        yield lines
-        _settle()
-    except KeyboardInterrupt:
-        if lines.seen < lines.at:
-            raise
-    except Exception:  # XLA's, if the line was inside a callback of JAX: KeyboardInterrupt follows
-        with suppress(KeyboardInterrupt):
-            _settle(5.0)  # it follows late on a busy machine
-            raise
+        yield swallowed
     finally:
-        sys.settrace(before)
-        if enabled:
-            gc.enable()
+        sys.unraisablehook = before
 
 
 def _settle(seconds: float = 0.0) -> None:
