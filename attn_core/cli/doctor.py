@@ -18,7 +18,7 @@ from attn_core.cli.certify.certificate import standing_of
 from attn_core.cli.compare import Row, rows_of
 from attn_core.cli.devices import devices_of, installed, versions
 from attn_core.cli.trial import draw
-from attn_core.selection import preference
+from attn_core.selection import preference, published
 from attn_core.selection.columns import COLUMNS, wrapped
 from attn_core.selection.tables import device_name
 from attn_core.selection.target import bridge_reason
@@ -170,7 +170,7 @@ def examine(progress: Console) -> Findings:
         machine=machine,
         processor=device_name("cpu"),
         tables={
-            f"{framework} on {device}": preference.source(framework, device) or "the static order: nothing was measured"
+            f"{framework} on {device}": preference.source(framework, device) or _without_table(device)
             for framework, device in places
         },
         bridge=bridge,
@@ -181,6 +181,13 @@ def examine(progress: Console) -> Findings:
         advice=advise(machine),
         certificate=standing_of(next((named[-1] for named in devices.values() if len(named) > 1), "cpu"), packages),
     )
+
+
+def _without_table(device: str) -> str:
+    """Returns what decides on a device that nobody measured here."""
+    if any(row.first for row in published.rows() if row.device == device):
+        return "the static order, corrected by published figures: nothing was measured here"
+    return "the static order: nothing was measured"
 
 
 def _files() -> list[tuple[str, str, str]]:

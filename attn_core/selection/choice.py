@@ -19,6 +19,7 @@ from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec, describe_pages
 from attn_core.selection import forward_mode, preference
 from attn_core.selection.columns import NO_BREAK, wrapped
+from attn_core.selection.published import Figures
 from attn_core.selection.target import (
     Reasons,
     Target,
@@ -107,6 +108,14 @@ class Selection:
     def source(self) -> str | None:
         """What the predictions are derived from; None if the static order of ``attn_core.backends`` decides."""
         return preference.source(self.target.framework, self.target.device) if self.predicted else None
+
+    @property
+    def published(self) -> Figures | None:
+        """The figures of others by which the chosen backend comes first; None if it was chosen for another reason."""
+        if self.requested is not None or self.parts is not None or self.spec.invariant is not None:
+            return None
+        figures = preference.published(self.spec, self.target.framework, self.target.device)
+        return figures if figures is not None and self.backend in figures.first else None
 
     def reasons(self, name: str) -> Reasons:
         """Returns why a backend cannot run the call; empty if it can."""
@@ -328,6 +337,8 @@ def _because(selection: Selection) -> str:
         return "kernels that have no key ranges compute these in parts"
     if selection.spec.invariant is not None:
         return preference.BECAUSE
+    if selection.published is not None:
+        return f"the first that can run the call; {selection.published}"
     if selection.source is None:
         return "the first in the usual order that can run the call"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"

@@ -61,13 +61,19 @@ def dropped(name: str, size: int) -> None:
     observe.emit("eviction", f"{name} is full with {size} entries and drops the oldest", cache=name, size=size)
 
 
+def _order_of(selection: Selection) -> str:
+    """Returns what the order of automatic choice is derived from, in two words."""
+    if selection.published is not None:
+        return "published figures"
+    return "static order" if selection.source is None else "cost model"
+
+
 def _record(spec: AttentionSpec, target: Target, requested: Names, backend: str, fell_back: bool) -> None:
     """Tells the observers which backend a new plan has, by what it was chosen, and which ones before it refused."""
     selection = Selection(spec, target, requested, backend)
     names = selection.considered
     refused = {name: list(selection.reasons(name)) for name in names[: names.index(backend)]}
-    source = None if requested else selection.source
-    chosen_by = "name" if requested else "static order" if source is None else "cost model"
+    chosen_by = "name" if requested else _order_of(selection)
     call, where = words_of(spec), f"{target.framework} on {target.device}"
     common: dict[str, Any] = {"backend": backend, "framework": target.framework, "device": target.device, "call": call}
     behind = f", behind {', '.join(refused)}" if refused else ""

@@ -1,8 +1,8 @@
 """The order of automatic choice for a call: by the time that a cost model predicts for each backend.
 
 The models are data: the table of the device, shipped with the package or written by ``attn tune`` (tables.py). Without
-a table of the device the static order of ``attn_core.backends`` applies; for JAX on a CPU ``xla_is_faster`` says for
-which calls ``jax_xla`` comes first.
+a table of the device the static order of ``attn_core.backends`` applies, corrected by figures that others published
+(published.py); for JAX on a CPU ``xla_is_faster`` says for which calls ``jax_xla`` comes first.
 
 On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs: XLA launches
 some kernels itself, and reaches the others through a callback into Python, which costs the host more than torch does.
@@ -22,6 +22,7 @@ from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import FLOAT_BITS, AttentionSpec, PagedKV
 from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
+from attn_core.selection.published import Figures, figures_for
 from attn_core.selection.tables import Table, table_in_force
 from attn_core.selection.target import Target, reasons_of
 
@@ -97,7 +98,8 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
         plain = backends.plain_backend("jax")
         return (plain, *(name for name in usual if name != plain))
-    return usual
+    figures = published(spec, framework, device)
+    return usual if figures is None else figures.ordered(usual)
 
 
 @from_records(maxsize=4096)
@@ -148,6 +150,11 @@ def source(framework: str, device: str) -> str | None:
     """Returns what the order of a device is derived from, as text; None for the static order."""
     table = _table(framework, device)
     return None if table is None else table.source
+
+
+def published(spec: AttentionSpec, framework: str, device: str) -> Figures | None:
+    """Returns the figures of others that decide the order of a call; None if there are none, or a table decides."""
+    return figures_for(spec, device) if _table(framework, device) is None else None
 
 
 def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[float, int, str]]:

@@ -158,8 +158,9 @@ def test_tune_measures_no_gpu_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_says_which_table_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_core.cli.doctor._files", lambda: [])
-    monkeypatch.setattr("attn_core.cli.doctor.devices_of", lambda framework: ["cpu", "sm90", "sm80"])
+    monkeypatch.setattr("attn_core.cli.doctor.devices_of", lambda framework: ["cpu", "sm90", "sm80", "sm89"])
     tables = json.loads(attn("doctor", "--json").stdout)["tables"]
     assert "calls measured on NVIDIA H200" in tables["torch on sm90"]
-    assert tables["torch on sm80"] == "the static order: nothing was measured"
+    assert tables["torch on sm89"] == "the static order: nothing was measured"
+    assert tables["torch on sm80"] == "the static order, corrected by published figures: nothing was measured here"
     assert "choice in torch on sm90" in attn("doctor").stdout

@@ -166,7 +166,7 @@ def test_every_candidate_is_in_every_order(data: st.DataObject) -> None:
 
 def test_without_a_table_the_usual_order_applies() -> None:
     with measured({"flash2": 1.0}):
-        assert order(SPEC, "torch", "sm80") == USUAL
+        assert order(SPEC, "torch", "sm89") == USUAL
         assert order(SPEC, "jax", "sm100") == backends.usual_order("jax", "cuda")
         assert order(SPEC, "torch", "cpu") == order(SPEC, "torch", "mps") == ()  # the made-up order has neither
         assert preference.source("torch", "sm80") is None and preference.source("jax", "sm90") == "made-up calls"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from textwrap import fill
 from typing import NamedTuple
 
 from attn_core import backends
 from attn_core.backends.support import half_dtype
 from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.cli.advice import Machine, commands_of, package_for
-from attn_core.selection import Target, refusals
+from attn_core.selection import Target, published, refusals
 from tools.pages.support import BOTH, FORWARD_ONLY, NONE, table_of
 
 
@@ -68,15 +69,16 @@ option, but are not fused kernels.
 
 CALLS = """
 - Training and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a head_dim
-  of 128 and four query heads for each kv head, in torch, on a TPU in JAX. Other calls may run on other kernels: ask
-  `attn explain`, anywhere.
-- The order is the fixed one. On a card that was measured (H100, H200, or yours after `attn tune`) it depends on the
-  call. Others measured flash kernels ahead of cuDNN on
-  [A100](https://github.com/huggingface/transformers/issues/48163) and for some calls on
-  [RTX Blackwell](https://github.com/sgl-project/sglang/issues/36494), and cuDNN ahead of FlashAttention 4 on
-  [B200](https://github.com/sgl-project/sglang/issues/33655): run `attn tune` there.
-- On the GPUs of AMD, Apple and Intel and on TPUs, the framework's own operations run. This project never ran them
-  there.
+  of 128 and four query heads for each kv head, in torch, on a TPU in JAX. For other calls
+  ask `attn explain`.
+- On a measured card (H100, H200, or yours after `attn tune`) the order depends on the call. On others it is fixed, but
+  for figures that others published:
+"""
+
+MORE = """
+- Heads of 256 stay on `flash2` on a B200: FlashAttention 4 gave [wrong
+  gradients](https://github.com/NVIDIA/TransformerEngine/issues/3216).
+- GPUs of AMD, Apple and Intel, and TPUs run the framework's own operations. This project never ran them there.
 - `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference;
   [other builds](../get_started/install.md#packages-with-kernels) have one.
 
@@ -86,8 +88,8 @@ attn explain --heads 32 --kv-heads 8 --head-dim 128 --q-len 4096 --causal --dtyp
 
 ## Every backend on every card
 
-What can run at least one of the calls above. A backend runs by name only if its results are approximate, if this
-project never ran it on such a device, or if it is a variant of another backend.
+What can run one of the calls above. A backend runs by name only if it is approximate, a variant of another, or was
+never run on such a device by this project.
 """
 
 
@@ -95,7 +97,17 @@ def render() -> str:
     """Returns the whole page as Markdown."""
     install = [["card", "device", *IN_FIRST_TABLE, "install"], *(_row(device) for device in DEVICES)]
     everything = [["card", *MARKS.values()], *(_everything(device) for device in DEVICES)]
-    return "\n".join([HEAD, table_of(install) + CALLS, table_of(everything)])
+    figures = "\n".join(_line(row) for row in published.rows() if row.first)
+    return "\n".join([HEAD, table_of(install) + CALLS + figures + MORE, table_of(everything)])
+
+
+def _line(row: published.Figures) -> str:
+    calls = [f"`{name}={value}`" for name, value in row.calls.items()]
+    first = ", ".join(f"`{name}`" for name in row.first)
+    sources = ", ".join(f"[{date}]({link})" for link, date in row.sources.items())
+    line = f"{', '.join([f'`{row.device}`', *calls])}: {first} first; {row.figures} ({sources})."
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(line, 120, initial_indent="  - ", subsequent_indent="    ", **whole)
 
 
 def _everything(device: Device) -> list[str]:
@@ -141,10 +153,11 @@ def _target(name: str, device: Device) -> Target:
 
 
 def _order(target: Target, call: str) -> tuple[str, ...]:
-    """Returns the static order of automatic choice, which no measurement on this machine can change."""
-    if call != "decoding from pages":
-        return backends.usual_order(target.framework, target.kind)
-    return backends.usual_order(target.framework, target.kind, paged=True, few_queries=True)
+    """Returns the order of automatic choice without tables, which no measurement on this machine can change."""
+    in_pages = call == "decoding from pages"
+    usual = backends.usual_order(target.framework, target.kind, paged=in_pages, few_queries=in_pages)
+    figures = published.figures_for(_spec(half_dtype(target.device), call), target.device)
+    return usual if figures is None else figures.ordered(usual)
 
 
 def _spec(dtype: str, call: str) -> AttentionSpec:

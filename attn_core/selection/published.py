@@ -1,0 +1,58 @@
+"""Orders for cards that this project does not own, from figures that others published: a row of ``published.json``
+each, with its sources and their dates.
+
+A row decides only where no measured table does. A row without ``first`` changes nothing: its sources disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attn_core.call.spec import AttentionSpec
+
+DATA = Path(__file__).with_suffix(".json")
+
+
+class Figures(NamedTuple):
+    """What others measured on one card.
+
+    Attributes:
+        device: such as ``"sm80"``, in both frameworks: JAX runs the same kernels.
+        calls: the fields of ``AttentionSpec``, with their values, that the measured calls had; empty for all calls.
+        first: the backends that come first, best first. The others follow in the usual order.
+        figures: what was measured, in words.
+        sources: link -> date.
+    """
+
+    device: str
+    calls: Mapping[str, Any]
+    first: tuple[str, ...]
+    figures: str
+    sources: Mapping[str, str]
+
+    def __str__(self) -> str:
+        sources = ", ".join(f"{link} ({date})" for link, date in self.sources.items())
+        return f"order from published figures, not ours: {self.figures}: {sources}; `attn tune` measures yours"
+
+    def ordered(self, usual: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the usual order with ``first`` in front, as far as it has these backends."""
+        first = tuple(name for name in self.first if name in usual)
+        return (*first, *(name for name in usual if name not in first))
+
+
+@cache
+def rows() -> tuple[Figures, ...]:
+    """Returns all rows."""
+    return tuple(Figures(**row | {"first": tuple(row["first"])}) for row in json.loads(DATA.read_text("utf-8")))
+
+
+def figures_for(spec: AttentionSpec, device: str) -> Figures | None:
+    """Returns the row of a call on a device, or None. No row is about keys and values in pages."""
+    if spec.paged is not None:
+        return None
+    covering = (row for row in rows() if row.device == device)
+    return next((row for row in covering if all(getattr(spec, name) == row.calls[name] for name in row.calls)), None)
