@@ -102,15 +102,15 @@ def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Callable[..., Resul
 def _prepare_training(request: Request) -> Prepared | None:
     """Prepares a call whose qkv autograd records. ``run`` takes qkv and the tables: mask, bias, slopes and sinks."""
     qkv, _, _, *tables = request.entries
-    options, learned = checked_options(*request.options), request.learned
-    if request.trains or options.dropout or learned.alibi_slopes:  # slopes with a gradient are an error
+    options = checked_options(*request.options)
+    if request.trains or options.dropout or request.learns("alibi_slopes"):  # slopes with a gradient are an error
         return None
     assert qkv is not None
     check_qkv_as_one(plan.facts(*qkv), False)
     shape, dtype, device = qkv
     part = torch.Size((*shape[:-3], *shape[-2:])), dtype, device
     entries = Inputs(part, part, part, *tables)
-    call_plan = plan.plan(entries, options, True, bool(learned.bias), request.requested)
+    call_plan = plan.plan(entries, options, True, request.learns("bias"), request.requested)
     absent = (None,) * (len(Inputs._fields) - 7)
 
     def build(call_plan: plan.Plan) -> Callable[..., Results]:

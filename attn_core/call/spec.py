@@ -228,7 +228,8 @@ class AttentionSpec:
         scale = 1.0 / math.sqrt(self.head_dim) if options.scale is None else options.scale
         for name, value in (("softcap", options.softcap), ("scale", scale), ("dropout", options.dropout)):
             object.__setattr__(self, name, value)  # floats: 50 and 50.0 are one call, and must have one key
-        object.__setattr__(self, "_hash", hash(_values_of(self)))
+        object.__setattr__(self, "_hash_of_others", hash(_others_of(self)))
+        object.__setattr__(self, "_hash", _hash_of(self))
 
     def __hash__(self) -> int:  # computed once: a spec is a cache key on every call
         return self._hash  # type: ignore[attr-defined]
@@ -246,8 +247,9 @@ class AttentionSpec:
         """
         spec = object.__new__(AttentionSpec)
         tables = {"mask_shape": mask_shape and tuple(mask_shape), "bias_shape": bias_shape and tuple(bias_shape)}
-        spec.__dict__.update(self.__dict__, batch=batch, q_len=q_len, kv_len=kv_len, symbolic=False, **tables)
-        spec.__dict__["_hash"] = hash(_values_of(spec))
+        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "symbolic": False, **tables}
+        object.__setattr__(spec, "__dict__", self.__dict__ | sizes)
+        spec.__dict__["_hash"] = _hash_of(spec)
         return spec
 
     @property
@@ -328,8 +330,16 @@ def _text(value: object) -> str:
     return value.key if isinstance(value, Expression) else repr(value)
 
 
-_values_of = attrgetter(*(field.name for field in fields(AttentionSpec)))
-"""The values of all fields of a spec, as a tuple."""
+_SIZES = ("batch", "q_len", "kv_len", "mask_shape", "bias_shape")
+"""What ``with_lengths`` changes."""
+_sizes_of = attrgetter(*_SIZES)
+_others_of = attrgetter(*(field.name for field in fields(AttentionSpec) if field.name not in _SIZES))
+
+
+def _hash_of(spec: AttentionSpec) -> int:
+    """Returns the hash of all fields; ``with_lengths`` need not compute that of the others again."""
+    return hash((spec._hash_of_others, _sizes_of(spec)))  # type: ignore[attr-defined]
+
 
 _WRITTEN_FIRST = (
     "batch",

@@ -106,6 +106,17 @@ def test_equal_numbers_of_other_types_are_equal_specs(whole: str, real: int) -> 
     assert (one, hash(one), one.key, one.digest()) == (other, hash(other), other.key, other.digest())
 
 
+def test_a_spec_of_other_lengths_equals_one_made_anew() -> None:
+    first = replace(SPEC, mask_shape=(SPEC.batch, 1, SPEC.q_len, SPEC.kv_len), bias_shape=(1, 1, SPEC.q_len, 1))
+    for sizes in (
+        {"batch": 7, "q_len": 11, "kv_len": 13, "mask_shape": (7, 1, 11, 13), "bias_shape": (1, 1, 11, 1)},
+        {"batch": 7, "q_len": 11, "kv_len": 13},
+    ):
+        other = first.with_lengths(**sizes)  # type: ignore[arg-type]
+        made = replace(first, **({"mask_shape": None, "bias_shape": None} | sizes))
+        assert (other, hash(other), vars(other)) == (made, hash(made), vars(made) | {"symbolic": False})
+
+
 def test_is_frozen_and_takes_keywords_alone() -> None:
     with pytest.raises(FrozenInstanceError):
         SPEC.causal = True  # type: ignore[misc]

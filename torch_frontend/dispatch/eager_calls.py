@@ -81,19 +81,16 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, seq_info: SeqInfoLike) -> tuple[
 
 def prepare(request: Request) -> Prepared | None:
     """Prepares a call on q, k, v; with mask and bias; or with all fields of ``Inputs`` up to the offsets."""
-    values = dict(zip((*OPTIONS, "max_len_q", "max_len_k"), request.options, strict=False))
-    heads_first = check_layout(values["layout"]) == "bhsd"
-    options = checked_options(*[values[name] for name in PLAIN])
-    if options.dropout:  # the general path draws its words
+    plain, (layout, *longest) = request.options[: len(PLAIN)], request.options[len(PLAIN) :]
+    heads_first = check_layout(layout) == "bhsd"
+    options = checked_options(*plain)
+    if options.dropout or request.learns("alibi_slopes"):  # the general path draws words, and raises an error
         return None
-    if "max_len_q" in values:
-        options = options._replace(max_len_q=values["max_len_q"], max_len_k=values["max_len_k"])
-    learned = request.learned
-    if learned.alibi_slopes:  # an error
-        return None
+    if longest:
+        options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
     given, entries = len(request.entries), Inputs(*request.entries)
     entries = _exchanged(entries) if heads_first else entries
-    call_plan = _plan(entries, options, request, bool(learned.bias))
+    call_plan = _plan(entries, options, request, request.learns("bias"))
     on_host = entries.q[2].type == "cpu"
     run = _run_dense if given == 3 else _run_on_documents_of_host if call_plan.spec.packed and on_host else autograd.run
     # Autograd can differentiate a shortcut, so only a call without one needs our autograd function.
@@ -289,7 +286,7 @@ def plan_by_family(
     options = without_idle_sides(options, q_len, kv_len)
     tables = mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:])
     family = _family(
-        (q[0][2:], k[0][2:], v[0][2:], q_len == kv_len, *tables),
+        (q[0][2], q[0][3], k[0][2], k[0][3], v[0][2], v[0][3], q_len == kv_len, *tables),
         (q[1], k[1], v[1], q[2], k[2], v[2], needs_backward, bias_gradient, requested),
         options,  # checked, so those that are equal mean the same, whatever their type
     )

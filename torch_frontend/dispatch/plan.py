@@ -134,9 +134,9 @@ def plan_on(
     if spec.empty:  # nothing to compute, and kernels refuse sizes of 0
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
     record = backends.load(name, target.kind)
-    shortcut = _with_four_axes(record.shortcut_of(spec), mask, bias)
-    forward, backward = (on_device(function, device) for function in (record.forward, record.backward))
-    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), bool(record.writes_into))
+    functions = record.forward, record.backward, _with_four_axes(record.shortcut_of(spec), mask, bias)
+    forward, backward, shortcut = [on_device(function, device) for function in functions]
+    return Plan(spec, name, forward, backward, one_row, shortcut, bool(record.writes_into))
 
 
 class PlanBeside(NamedTuple):
@@ -178,7 +178,7 @@ def _with_four_axes(shortcut: Shortcut | None, mask: Metadata | None, bias: Meta
     Args:
         mask, bias: their metadata, or None.
     """
-    at_mask, at_bias = ((None,) * (0 if table is None else 4 - len(table[0])) for table in (mask, bias))
+    at_mask, at_bias = [() if table is None else (None,) * (4 - len(table[0])) for table in (mask, bias)]
     if shortcut is None or not (at_mask or at_bias):
         return shortcut
 

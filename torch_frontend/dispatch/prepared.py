@@ -41,10 +41,9 @@ class Request(NamedTuple):
     """The backends that the call's ``backend=`` or ``use_backend`` names."""
     options: tuple[Any, ...]
 
-    @property
-    def learned(self) -> Inputs:
-        """Whether autograd needs the gradient of each tensor, if these are the first fields of ``Inputs``."""
-        return Inputs(*[bool(self.needs >> place & 1) for place in range(len(self.entries))])
+    def learns(self, name: str) -> bool:
+        """Returns whether autograd needs the gradient of a field of ``Inputs``, if the tensors are its first fields."""
+        return bool(self.needs >> Inputs._fields.index(name) & 1)
 
 
 class Prepared(NamedTuple):
