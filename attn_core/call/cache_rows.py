@@ -28,7 +28,8 @@ import numpy as np
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.kinds import check_int32, check_within, is_number
 from attn_core.call.masks import FAR
-from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
+from attn_core.call.options import ON_PAGES, Door, Options, check_options
+from attn_core.call.options import OPTIONS as ALL
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import A, Array, Inputs
 from attn_core.errors import ShapeError, SpecError
@@ -62,8 +63,9 @@ EXCLUDED = {
 
 
 _OTHERS = ("layout", *CacheRows._fields, *(name for name in EXCLUDED if name != "seq_info"))
-OPTIONS = tuple(name for name in names_at(Door.ATTENTION) if name not in _OTHERS)
-"""The options that ``attention`` passes on with such a call. It passes the others on by themselves, or refuses them."""
+OPTIONS = {each.name: each.default for each in ALL if Door.ATTENTION in each.doors and each.name not in _OTHERS}
+"""The options that ``attention`` passes on with such a call, with defaults. It passes on the others by themselves, or
+refuses them."""
 
 
 ON_POOL = (*ON_PAGES, "window", "backend", "sinks", "alibi_slopes")
@@ -128,15 +130,18 @@ def check_arguments(rows: CacheRows, shapes: Mapping[str, tuple[int, ...]], othe
         )
 
 
-def value_check(q_len: int, kv_len: int, options: Mapping[str, Any]) -> Callable[[CacheRows, int, int], None]:
+def value_check(
+    q_len: int, kv_len: int, options: Mapping[str, Any], *, shifted: bool = False
+) -> Callable[[CacheRows, int, int], None]:
     """Returns ``check_values``, or ``_check_whole_rows`` if queries that number the keys may be rows with padding.
 
     Args:
         options: the arguments of ``attention``, by name; the window is a pair.
+        shifted: whether the caller means shifted rows of padding, as a call of flash-attn's ``seqused_k`` does.
     """
     # As many queries as keys are a prompt, perhaps with padding; fewer are new tokens at the end of a cache.
     may_be_padded = is_number(q_len) and is_number(kv_len) and q_len == kv_len
-    shifts = may_be_padded and has_diagonal(options) and options["alignment"] == "bottom_right"
+    shifts = not shifted and may_be_padded and has_diagonal(options) and options["alignment"] == "bottom_right"
     return _check_whole_rows if shifts else check_values
 
 

@@ -13,16 +13,24 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.backends import plain_backend
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.dropins.flash_attn.cache import Cached, append_arguments
 from attn_core.dropins.flash_attn.frontend import Frontend
 from jax_frontend.attention import attention
+from jax_frontend.bridge.forked import check_process
 from jax_frontend.dispatch import partitioning, plan
+from jax_frontend.paged import dense_caches
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.qkvpacked import attention_qkvpacked
 
 Array = jax.Array
+
+
+def _attention_to_rows(q: Array, k: Array, v: Array, lengths: Array, **options: Any) -> Any:
+    check_process()
+    return dense_caches.attend(attention, (q, k, v), CacheRows(lengths), OPTIONS | options, shifted=True)
 
 
 def _unstack(array: Array, axis: int) -> tuple[Array, ...]:
@@ -77,6 +85,7 @@ JAX = Frontend(
     attention_qkvpacked=attention_qkvpacked,
     paged_attention=paged_attention,
     apply_rotary=apply_rotary,
+    attention_to_rows=_attention_to_rows,
     numpy=jnp,
     updates_in_place=False,
     portable=lambda: (plain_backend("torch"), plain_backend("jax")),  # the second needs no torch

@@ -62,14 +62,17 @@ def attend(
     qkv: tuple[Array, Array, Array],
     rows: CacheRows,
     options: Keywords,
+    *,
+    shifted: bool = False,
 ) -> Array | tuple[Array, ...]:
     """Runs ``attention`` on the keys of each row of a cache.
 
     Args:
         qkv: with the sequence before the heads; rows: as the caller passed them.
         options: all other arguments of ``attention`` but layout, by name.
+        shifted: as ``cache_rows.value_check`` has it.
     """
-    rows, options = _checked(qkv, rows, options)
+    rows, options = _checked(qkv, rows, options, shifted=shifted)
     form = _form(qkv, rows, options)
     if form == "ranges":
         tensors, others = as_ranges(qkv, rows, options)
@@ -114,7 +117,7 @@ def explain(
 
 
 def _checked(
-    qkv: Shaped, rows: CacheRows, options: Keywords, *, shapes_only: bool = False
+    qkv: Shaped, rows: CacheRows, options: Keywords, *, shapes_only: bool = False, shifted: bool = False
 ) -> tuple[CacheRows, Keywords]:
     """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, the options with window as a pair."""
     q, k, v = qkv
@@ -137,7 +140,8 @@ def _checked(
         check_values(np.asarray(theirs), q.shape[1])
     on_host = CacheRows(*(array if plan.is_on_host(array) else None for array in rows))
     options = options | {"window": call.window}
-    cache_rows.value_check(q.shape[1], k.shape[1], options)(on_host, k.shape[1], k.shape[0])
+    check = cache_rows.value_check(q.shape[1], k.shape[1], options, shifted=shifted)
+    check(on_host, k.shape[1], k.shape[0])
     # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
     moved = (jax.device_put(array.copy()) if isinstance(array, np.ndarray) else array for array in rows)
     return CacheRows(*moved), options

@@ -442,6 +442,49 @@ def test_the_functions_of_cute(f: Framework) -> None:
     assert lse.shape == (HEADS, 11)
 
 
+SHIFTED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (2, 1)},
+    "softcap, without a diagonal": {"softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_rows_padded_on_the_right_are_shifted_as_flash_attn_does(f: Framework, name: str) -> None:
+    """``attention`` refuses these lengths on a host. flash-attn puts the last query at the row's last key."""
+    lengths, how = ints(KV_LEN, 3, 0, KV_LEN - 1), SHIFTED[name]
+    arrays = q, k, v = rows(batch=len(lengths), q_len=KV_LEN)
+    cached = {"cache_seqlens": lengths, **how, "return_softmax_lse": True}
+    out, lse, *_ = run(f, "flash_attn_with_kvcache", *arrays, **cached)
+    found = [
+        (out, np.where(lse == np.inf, -np.inf, lse)),  # flash-attn 2.8 has inf for a query that sees no key
+        run(f, "flash_attn_with_kvcache", *arrays, of=".hopper", **cached),
+        run(f, "flash_attn_varlen_func", *arrays, of=".cute", seqused_k=lengths, **how, return_lse=True),
+    ]
+    rest = how.get("causal", False), how.get("window_size", (-1, -1)), how.get("softcap", 0.0)
+    for row, length in enumerate(lengths):
+        right, right_lse = expected(q[row], k[row, :length], v[row, :length], *rest)
+        for out, lse, *_ in found:
+            close(out[row], right)
+            close(lse[row], right_lse)
+
+
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_rows_padded_on_the_right_have_the_gradients_of_shifted_ones(f: Framework) -> None:
+    lengths, arrays = ints(KV_LEN, 3), dict(zip("qkv", rows(q_len=KV_LEN), strict=True))
+    attend = partial(module(f, ".cute").flash_attn_varlen_func, seqused_k=f.array(lengths), causal=True)
+    found = f.gradients(lambda **arrays: attend(**arrays)[0], arrays)
+    for row, length in enumerate(lengths):
+        q, k, v = (array[row : row + 1, : None if name == "q" else length] for name, array in arrays.items())
+        spec, inputs = reference_call(q, k, v, causal=True, needs_backward=True)
+        out, lse = reference.forward(spec, inputs)
+        right = out, *reference.backward(spec, inputs, out, lse, out)[:3]
+        for actual, exact in zip(found, right, strict=True):
+            np.testing.assert_allclose(actual[row, : exact.shape[1]], exact[0], rtol=2e-5, atol=5e-6)
+            assert not actual[row, exact.shape[1] :].any()  # the padding
+
+
 def test_under_jit_a_program_serves_every_length() -> None:
     q, k, v = draw(BATCH, 1, HEADS, DIM), *draw(2, BATCH, 9, KV_HEADS, DIM)
     new = draw(2, BATCH, 1, KV_HEADS, DIM, seed=1)

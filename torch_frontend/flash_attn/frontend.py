@@ -14,6 +14,7 @@ import torch
 from attn_core.backends import plain_backend
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.options import PAGED, check_paged_options, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.dropins.flash_attn.cache import (
@@ -33,10 +34,9 @@ from torch_frontend.dispatch import plan, tensor_kinds, transforms
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.plan import Results, on_device
 from torch_frontend.dispatch.prepared import Prepared, Request, find
-from torch_frontend.paged import paged_calls, tables
+from torch_frontend.paged import dense_caches, paged_calls, tables
 from torch_frontend.paged.append import append_kv, gpu_writer
 from torch_frontend.paged.attention import paged_attention
-from torch_frontend.paged.dense_caches import in_rows
 from torch_frontend.paged.plan import gather_arguments, metadata, options_of, plan_call, run
 from torch_frontend.paged.rotary import apply_rotary, repeated_on_gpu
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -53,6 +53,16 @@ def _check_constant(name: str, tensor: Tensor) -> None:
 def _facts(tensor: Tensor) -> ArrayFacts:
     sizes = [int(size) if isinstance(size, Tensor) else size for size in tensor.shape]
     return plan.facts(torch.Size(sizes), tensor.dtype, tensor.device)
+
+
+def _attention_to_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Any:
+    plan.check_tensor("q", q)
+    plan.check_tensor("k", k)
+    # ``attention`` refuses only queries that number the keys. It has a short way for all others.
+    if torch.compiler.is_compiling() or q.shape[1:2] != k.shape[1:2]:
+        return attention(q, k, v, kv_lengths=lengths, **options)
+    every = {**OPTIONS, **options, "layout": "bshd"}
+    return dense_caches.attend(attention, (q, k, v), CacheRows(lengths), every, shifted=True)
 
 
 def _searchsorted(edges: Tensor, values: Tensor) -> Tensor:
@@ -214,14 +224,14 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Results:
         more = () if offsets_q is None else (offsets_q, None, None)
         results = seen.paged(queries, k_cache, v_cache, pages, lengths, None, *more)
         if results is not None:
-            return in_rows(results, call.q, options["return_lse"])
+            return dense_caches.in_rows(results, call.q, options["return_lse"])
     how = {**options, "block_table": pages, "seq_lens": lengths, "kv_starts": call.cache_leftpad}
     how |= {"alibi_slopes": call.alibi_slopes}
     if offsets_q is not None:
         how |= {"cu_seqlens_q": offsets_q, "max_len_q": tokens}
     results = paged_attention(queries, k_cache, v_cache, **how)
     both = results if options["return_lse"] else (results, None)
-    return in_rows(both, call.q, options["return_lse"])
+    return dense_caches.in_rows(both, call.q, options["return_lse"])
 
 
 def _prepare(request: Request) -> Prepared | None:
@@ -354,6 +364,7 @@ TORCH = Frontend(
     attention_qkvpacked=attention_qkvpacked,
     paged_attention=paged_attention,
     apply_rotary=apply_rotary,
+    attention_to_rows=_attention_to_rows,
     numpy=torch,
     updates_in_place=True,
     portable=_portable,

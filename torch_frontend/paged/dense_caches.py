@@ -43,18 +43,24 @@ vars(read_pages).update(_dynamo_marked_constant=True)
 
 
 def attend(
-    attention: Callable[..., Results], qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords
+    attention: Callable[..., Results],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rows: CacheRows,
+    options: Keywords,
+    *,
+    shifted: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Runs ``attention`` on the keys of each row of a cache.
 
     Args:
         qkv, rows: as the caller passed them.
         options: all other arguments of ``attention``, by name.
+        shifted: as ``cache_rows.value_check`` has it.
     """
     with tensor_kinds.mode_around(qkv[0]):
         heads_first = check_layout(options["layout"]) == "bhsd"
         q, k, v = all_exchanged(qkv) if heads_first else qkv
-        rows, options = _checked((q, k, v), rows, options)
+        rows, options = _checked((q, k, v), rows, options, shifted=shifted)
         form, (q, k, v) = _form((q, k, v), rows, options, None)
         if form != "ranges" and not _is_compiling() and checks.enabled() and not transforms.is_one_op(q):
             value_checks.check_cache(*_as_ranges(q, k, v, rows, options))
@@ -87,7 +93,9 @@ def explain(
     return explain(*tensors, **keywords, needs_backward=needs_backward)
 
 
-def _checked(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Keywords]:
+def _checked(
+    qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords, *, shifted: bool = False
+) -> tuple[CacheRows, Keywords]:
     """Checks every argument; returns the rows as tensors on q's device, and the options with the window as a pair.
 
     Values on the host are checked. A compiled program, a trace and a transform clamp them.
@@ -113,7 +121,8 @@ def _checked(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywo
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), options
     _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
-    cache_rows.value_check(q.shape[1], k.shape[1], options)(on_host, k.shape[1], k.shape[0])
+    check = cache_rows.value_check(q.shape[1], k.shape[1], options, shifted=shifted)
+    check(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
     check_one_place({"q": q, **dict(zip(moved._fields, moved))}, "q")
     return moved, options

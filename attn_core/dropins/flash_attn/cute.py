@@ -143,8 +143,7 @@ class FlashAttention4(Generic[Array]):
             options |= {"sinks": learnable_sink, "return_lse": check_flag("return_lse", return_lse)}
             if page_table is None and (cu_seqlens_q is None) == (cu_seqlens_k is None):
                 offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-                keys = _keys_of(cls.frontend, q, offsets, longest, seqused_k)
-                results: Any = cls.frontend.attention(q, k, v, **keys, **options)
+                results: Any = _attend_outside_pages(cls.frontend, (q, k, v), offsets, longest, seqused_k, options)
             else:
                 if cu_seqlens_k is not None:
                     other = "page_table, because seqused_k has the lengths" if page_table is not None else "a dense q"
@@ -157,11 +156,17 @@ class FlashAttention4(Generic[Array]):
         return results if return_lse else (results, None)
 
 
-def _keys_of(
-    frontend: Frontend, q: Array, offsets: tuple[Any, Any], longest: tuple[object, object], seqused_k: Array | None
-) -> dict[str, Any]:
-    """Returns the keyword of ``attention`` that says which keys belong to each sequence outside of pages."""
+def _attend_outside_pages(
+    frontend: Frontend,
+    qkv: tuple[Array, Array, Array],
+    offsets: tuple[Any, Any],
+    longest: tuple[object, object],
+    seqused_k: Array | None,
+    options: dict[str, Any],
+) -> Any:
     if offsets[0] is None:
-        return {} if seqused_k is None else {"kv_lengths": seqused_k}
+        if seqused_k is None:
+            return frontend.attention(*qkv, **options)
+        return frontend.attention_to_rows(*qkv, seqused_k, **options)
     refuse(seqused_k=seqused_k)
-    return {"seq_info": documents_of(frontend, q, offsets, longest)}
+    return frontend.attention(*qkv, seq_info=documents_of(frontend, qkv[0], offsets, longest), **options)

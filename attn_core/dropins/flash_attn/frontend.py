@@ -16,6 +16,8 @@ class Frontend:
 
     Attributes:
         attention, attention_qkvpacked, paged_attention, apply_rotary: the frontend's own functions.
+        attention_to_rows: ``attention`` with kv_lengths, the fourth argument, which shifts rows padded on the right as
+            flash-attn does: the last query stands at the row's last key.
         numpy: the namespace of functions with numpy's names, ``torch`` or ``jax.numpy``.
         updates_in_place: whether new tokens are written into the caches; else a call returns new caches.
         portable: returns the backends that drop the same weights for every width of the values: plain operations.
@@ -51,6 +53,7 @@ class Frontend:
     attention_qkvpacked: Callable[..., Any]
     paged_attention: Callable[..., Any]
     apply_rotary: Callable[..., Any]
+    attention_to_rows: Callable[..., Any]
     numpy: ModuleType
     updates_in_place: bool
     portable: Callable[[], tuple[str, ...]]
