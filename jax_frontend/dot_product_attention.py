@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -160,8 +159,7 @@ def _array(name: str, value: ArrayLike) -> Array:
     check_process()
     if type(value).__module__.partition(".")[0] == "torch":
         plan.check_array(name, value)
-    # Copies numpy arrays: with asarray JAX may share their memory, which the caller may write to before the call runs.
-    return jnp.array(value) if isinstance(value, np.ndarray) else plan.as_array(name, value)
+    return plan.as_array(name, value)
 
 
 def _with_batch(name: str, array: Array) -> Array:

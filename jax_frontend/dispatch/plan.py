@@ -280,11 +280,15 @@ def moved_array(name: str, array: ArrayOrShape | np.ndarray, *, shapes_only: boo
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """Returns anything that JAX takes for an array. Raises TypeError that names the argument for other values."""
+    """Returns anything that JAX takes for an array. Raises TypeError that names the argument for other values.
+
+    Copies numpy arrays: JAX might share their memory, which the caller may write to before the call runs. A copy needs
+    no program, either: ``jnp.asarray`` compiles one for each new shape.
+    """
     if isinstance(value, jax.Array):
         check_array(name, value)
     try:
-        return jnp.asarray(value)
+        return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         kind = type(value)
         raise TypeError(f"{name}: expected an array, got {kind.__module__}.{kind.__qualname__}") from None

@@ -133,8 +133,9 @@ def _attend_in_pages(
     check_precision(layer.precision, dtype)
     if layer.rotary is not None:
         if positions is None:
-            lengths, offsets = jnp.asarray(pages.step.seq_lens), pages.step.cu_seqlens_q
-            _, positions = new_tokens(x.shape[0], lengths, None if offsets is None else jnp.asarray(offsets))
+            lengths, offsets = as_array("seq_lens", pages.step.seq_lens), pages.step.cu_seqlens_q
+            offsets = None if offsets is None else as_array("cu_seqlens_q", offsets)
+            _, positions = new_tokens(x.shape[0], lengths, offsets)
         # As one row, because rotary functions expect a batch axis.
         q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables

@@ -198,7 +198,7 @@ def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch
     if positions is None:
         positions = jnp.arange(seq, dtype=jnp.int32)
         if seq_info is not None:
-            starts = jnp.asarray(seq_info.cu_seqlens_q)
+            starts = as_array("seq_info.cu_seqlens_q", seq_info.cu_seqlens_q)
             # The inner offsets at or before a token count the documents in front of its own.
             positions = positions - starts[document_numbers(starts[1:-1], seq)]
     return jnp.broadcast_to(positions, (batch, seq))

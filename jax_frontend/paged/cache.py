@@ -102,7 +102,7 @@ class PagedKVCache(PagedCache[Array]):
         return device
 
     def _copy(self, copies: Copies) -> None:
-        source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
+        source, target = (jnp.array(np.array(pages, np.int32)) for pages in copies)
         for pools in self._pool_lists():
             for layer, pool in enumerate(pools):
                 # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
@@ -121,7 +121,7 @@ class PagedKVCache(PagedCache[Array]):
         if array is None:
             return None
         # Without a device the table is uncommitted, as the pools are, so JAX may move it to arrays on another device.
-        return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
+        return jnp.array(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
 
 
 def _without_channels(device: jax.Device | jax.sharding.Sharding | None) -> jax.Device | jax.sharding.Sharding | None:

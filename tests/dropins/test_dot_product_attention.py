@@ -109,11 +109,11 @@ def run(function: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
         return actual if case.has_residual else (actual, None)
 
     out, pull, residual = jax.vjp(
-        forward, {name: jnp.asarray(array) for name, array in case.learned.items()}, has_aux=True
+        forward, {name: jnp.array(array) for name, array in case.learned.items()}, has_aux=True
     )
     dout = np.random.default_rng(1).standard_normal((*case.blind.shape, out.shape[-1]), np.float32)
     dout = np.where(case.blind[..., None], 0, dout)
-    (gradients,) = pull(jnp.asarray(dout.reshape(out.shape)))
+    (gradients,) = pull(jnp.array(dout.reshape(out.shape)))
     assert out.shape == case.learned["query"].shape
     results = {"out": out.reshape(dout.shape)} | {f"d{name}": gradient for name, gradient in gradients.items()}
     if case.has_residual:

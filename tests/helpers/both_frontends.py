@@ -282,14 +282,19 @@ def _jax_on(call: Call, device: str) -> Iterator[None]:
         yield
 
 
+def jax_array(values: Any, dtype: Any = None) -> jax.Array:
+    """A JAX array of these numbers. numpy casts them: JAX would compile a program for each new shape."""
+    return jnp.array(np.array(values, None if dtype is None else jnp.dtype(dtype)))
+
+
 def _jax_arrays(call: Call) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(array, call.dtype_of(name)) for name, array in call.arrays().items()}
+    return {name: jax_array(array, call.dtype_of(name)) for name, array in call.arrays().items()}
 
 
 def _jax_info(call: Call) -> tuple[SeqInfo | None, Any]:
     info = None
     if call.spec.packed:
-        offsets = (jnp.asarray(cu) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
+        offsets = (jax_array(cu) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
         info = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
     return info, jax.random.key(call.seed) if call.spec.dropout else None
 
@@ -298,8 +303,8 @@ def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: boo
     with _jax_on(call, device):
         given = _jax_arrays(call)
         learned = {name: given.pop(name) for name in call.learned}
-        dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
-        cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
+        dout = jax_array(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
+        cotangents = (dout, jax_array(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
         options = _hashable(call)
         if ranges_on_host:
             del given["key_ranges"]
@@ -315,7 +320,7 @@ def _jvp_in_jax(call: Call, moved: dict[str, np.ndarray], backend: str | None, d
     with _jax_on(call, device):
         given = _jax_arrays(call)
         primals = {name: given.pop(name) for name in moved}
-        tangents = {name: jnp.asarray(moved[name], array.dtype) for name, array in primals.items()}
+        tangents = {name: jax_array(moved[name], array.dtype) for name, array in primals.items()}
         actual = _program(_pushed, backend, _hashable(call), True)(primals, tangents, given, *_jax_info(call))
         return {name: np.asarray(array) for name, array in actual.items()}
 

@@ -150,7 +150,7 @@ def sharded_arrays(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         "dlse": (0, 2 - packed),
     }
     return {
-        name: jnp.asarray(to_shards(array, case.table(axes[name][0]), axes[name][1]) if name in axes else array)
+        name: jnp.array(to_shards(array, case.table(axes[name][0]), axes[name][1]) if name in axes else array)
         for name, array in arrays.items()
     }
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from both_frontends import jax_device
+from both_frontends import jax_array, jax_device
 
 import jax_frontend
 import torch_frontend
@@ -103,20 +103,16 @@ def _torch_array(values: Any, dtype: str | None = None) -> torch.Tensor:
     return tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
 
-def _jax_array(values: Any, dtype: str | None = None) -> jax.Array:
-    return jnp.asarray(np.array(values), dtype=dtype)
-
-
 def _torch_array_on_gpu(values: Any, dtype: str | None = None) -> torch.Tensor:
     return _torch_array(values, dtype).to("cuda")
 
 
 def _jax_array_on_gpu(values: Any, dtype: str | None = None) -> jax.Array:
-    return jax.device_put(_jax_array(values, dtype), jax_device("cuda"))
+    return jax.device_put(jax_array(values, dtype), jax_device("cuda"))
 
 
 TORCH = Framework("torch", torch_frontend, _torch_array)
-JAX = Framework("jax", jax_frontend, _jax_array)
+JAX = Framework("jax", jax_frontend, jax_array)
 BOTH = (TORCH, JAX)
 TORCH_ON_GPU = Framework("torch", torch_frontend, _torch_array_on_gpu, "cuda")
 JAX_ON_GPU = Framework("jax", jax_frontend, _jax_array_on_gpu, "cuda")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from both_frontends import Results, _numpy, compiled_as, jax_device, module_on
+from both_frontends import Results, _numpy, compiled_as, jax_array, jax_device, module_on
 from hypothesis import strategies as st
 from oracle_cases import rounded
 from paged_inputs import inputs_of
@@ -373,14 +373,14 @@ def jax_on(call: PagedCall, device: str) -> Iterator[None]:
 
 def jax_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """((q, k_pages, v_pages), the tables and sinks) as JAX arrays, on the default device."""
-    arrays = tuple(jnp.asarray(array, call.spec.dtype) for array in call.inputs[:3])
+    arrays = tuple(jax_array(array, call.spec.dtype) for array in call.inputs[:3])
     tables = call.int_arrays
     if not call.host_tables:
-        tables = {name: None if table is None else jnp.asarray(table) for name, table in tables.items()}
+        tables = {name: None if table is None else jax_array(table) for name, table in tables.items()}
     if call.inputs.sinks is not None:
-        tables["sinks"] = jnp.asarray(call.inputs.sinks, call.spec.dtype)
+        tables["sinks"] = jax_array(call.inputs.sinks, call.spec.dtype)
     if call.inputs.alibi_slopes is not None:
-        tables["alibi_slopes"] = jnp.asarray(call.inputs.alibi_slopes, jnp.float32)
+        tables["alibi_slopes"] = jax_array(call.inputs.alibi_slopes, jnp.float32)
     return arrays, tables
 
 

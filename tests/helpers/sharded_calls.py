@@ -56,7 +56,7 @@ def _compiled_on_one_device(call: Any) -> Any:
 
 def on_one_device(call: Any, *arrays: Any) -> Any:
     """Returns the result of ``with_gradients`` on one device. Equal calls and shapes share a program."""
-    return jax.tree.map(np.asarray, _compiled_on_one_device(call)(*map(jnp.asarray, arrays)))
+    return jax.tree.map(np.asarray, _compiled_on_one_device(call)(*map(jnp.array, arrays)))
 
 
 def place(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
@@ -79,7 +79,7 @@ def run_on(mesh: Any, function: Any, arrays: Any, specs: Any) -> tuple[Any, str,
 
 def check_on(mesh: Any, function: Any, arrays: Any, specs: Any) -> tuple[Any, str, list[Any]]:
     """Compares a mesh with one device; returns the result of ``run_on``."""
-    expected = jax.tree.map(np.asarray, jax.jit(function)(*map(jnp.asarray, arrays)))
+    expected = jax.tree.map(np.asarray, jax.jit(function)(*map(jnp.array, arrays)))
     results, text, on_mesh = run_on(mesh, function, arrays, specs)
     assert_close(results, expected)
     return results, text, on_mesh

@@ -61,7 +61,7 @@ def rope(cos: Any, concatenate: Any, q: Any, k: Any, positions: Any) -> tuple[An
 
 ROTARY: dict[str, Callable[..., Any]] = {
     "torch": partial(rope, torch.cos, torch.cat),
-    "jax": partial(rope, jnp.cos, jnp.concatenate),
+    "jax": jax.jit(partial(rope, jnp.cos, jnp.concatenate)),
 }
 
 OPTIONS: tuple[dict[str, Any], ...] = (
