@@ -43,7 +43,7 @@ help:
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"
 	@echo "make docs        builds the documentation in site/"
-	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
+	@echo "make docs-check  opens every page of it in headless Chromium, which must be installed"
 	@echo "make support     writes the pages and pictures of docs that show data of the backends"
 	@echo "make venv LOCKED=1  builds .venv, for Python 3.11 on Linux x86_64, from files whose hashes requirements.lock has"
 	@echo "make lock        writes requirements.lock from pyproject.toml and constraints.txt"

@@ -2,7 +2,7 @@
 
     python tests/repository/check_site.py site      # make docs-check builds the site before
 
-Eleven pages at the widths of a laptop and of a phone. Faults are errors in the console, responses that are not found,
+Every page at the widths of a laptop and of a phone. Faults are errors in the console, responses that are not found,
 links within the site whose page or heading does not exist, and pages that scroll sideways. Screenshots are written to
 build/docs-check. The exit code is 1 if there is a fault.
 """
@@ -13,7 +13,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -23,19 +23,6 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urlparse
 
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build/docs-check"
-PAGES = (
-    "",
-    "get_started/install/",
-    "get_started/troubleshooting/",
-    "tutorials/packed_finetuning/",
-    "how_to/out_of_memory/",
-    "reference/devices/",
-    "reference/support/",
-    "reference/semantics/",
-    "reference/api_torch/",
-    "explanation/comparison/",
-    "explanation/performance/",
-)
 WIDTHS = {"laptop": 1366, "phone": 390}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -46,13 +33,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("site", type=Path, help="the folder that mkdocs wrote")
     parser.add_argument("--browser", help="path of Chromium; by default one on PATH, else playwright's own")
     options = parser.parse_args(arguments)
-    faults = faults_of(options.site, PAGES, options.browser, SCREENSHOTS)
-    print("\n".join(faults) or f"{len(PAGES)} pages at {len(WIDTHS)} widths: no faults")
+    pages = pages_of(options.site)
+    faults = faults_of(options.site, pages, options.browser, SCREENSHOTS)
+    print("\n".join(faults) or f"{len(pages)} pages at {len(WIDTHS)} widths: no faults")
     print(f"screenshots: {SCREENSHOTS}")
     return 1 if faults else 0
 
 
-def faults_of(site: Path, pages: tuple[str, ...], browser: str | None, screenshots: Path) -> list[str]:
+def pages_of(site: Path) -> list[str]:
+    """Returns the folder of each page of a site, such as ``"reference/cli/"``; of the first page ``""``."""
+    folders = (file.parent.relative_to(site).as_posix() for file in site.rglob("index.html"))
+    return sorted("" if folder == "." else f"{folder}/" for folder in folders)
+
+
+def faults_of(site: Path, pages: Sequence[str], browser: str | None, screenshots: Path) -> list[str]:
     """Returns a sentence for each fault of some pages of a site, and writes a screenshot of each page and width."""
     from playwright.sync_api import sync_playwright
 
