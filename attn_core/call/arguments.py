@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.kinds import check_int32, is_number
 from attn_core.call.masks import without_idle_sides
-from attn_core.call.options import PLAIN, Options
+from attn_core.call.options import HEADS_FIRST_HINT, PLAIN, Options
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, LayoutWarning, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux
@@ -93,7 +93,7 @@ def build_spec(
     batch, q_len, num_heads, head_dim = q
     for name, facts in (("mask", arrays.mask), ("bias", arrays.bias)):
         if facts is not None:
-            _check_axes(name, facts.shape, (batch, num_heads, q_len, k[1]))
+            _check_axes(name, facts.shape, (batch, num_heads, q_len, k[1]), (batch, q_len, num_heads, k[2]))
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     if not packed:
         warn_of_heads_first(q, k)
@@ -169,11 +169,12 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
         if packed and rank == 4 and shape[0] != 1:
             raise ShapeError(
                 f"{name}: expected one row of packed documents [1, tokens, heads, head_dim], got {list(shape)}; "
-                "reshape to [1, batch * seq, heads, head_dim]"
+                f"reshape to {ONE_ROW} if no row has padding, else keep the tokens alone: {name}[keep][None]"
             )
     return [shape if len(shape) == 4 else (1, *shape) for shape in (arrays.q.shape, arrays.k.shape, arrays.v.shape)]
 
 
+ONE_ROW = "[1, batch * seq, heads, head_dim]"
 QKV = ("q", "k", "v")
 
 
@@ -231,7 +232,7 @@ def _check_shapes(
             raise ShapeError(
                 f"{of_v}: expected the {what} of {of_k} ({k[axis]}), got {v[axis]}; each key has one value"
             )
-    hint = f"; {HINT}" if names is QKV else ""
+    hint = f"; {HEADS_FIRST_HINT}" if names is QKV else ""
     if q[2] % k[2] and (not hint or fits_heads_first(q, k)):
         raise ShapeError(f"{of_k}: expected kv heads that divide the {q[2]} query heads, got {k[2]}{hint}")
 
@@ -286,41 +287,46 @@ _READINGS = {2: ("[batch, kv]", "[:, None, None, :]", "[q, kv]"), 3: ("[batch, q
 """By the number of axes: what the caller may mean, how to write it, and what broadcasting reads."""
 
 
-def _check_axes(name: str, shape: tuple[int, ...], full: tuple[int, int, int, int]) -> None:
-    """Checks a mask or bias whose first axis may be meant as the batch, but which broadcasting reads otherwise.
+def _check_axes(name: str, shape: tuple[int, ...], full: Shape4, heads_first: Shape4) -> None:
+    """Checks a mask or bias whose axes the caller may mean otherwise than broadcasting reads them.
 
     A mask that fits both readings is refused. A bias is not, because a bias of all rows, ``[heads, q, kv]``, is usual,
     and one of each row is not.
 
     Args:
         full: ``(batch, heads, q_len, kv_len)``. Nothing is checked if one of the sizes is a symbol.
+        heads_first: the same if q, k and v were ``[batch, heads, seq, head_dim]``.
 
     Raises:
-        ShapeError: naming the spelling with four axes.
+        ShapeError: naming the spelling that the caller may mean.
     """
-    if len(shape) not in _READINGS or not all(map(is_number, (*shape, *full))):
+    axes, batch = len(shape), full[0]
+    if not 1 <= axes <= 4 or not all(map(is_number, (*shape, *full, *heads_first))):
         return
-    batch, rest = full[0], full[5 - len(shape) :]
-    if batch == 1 or shape[0] != batch or any(n not in (1, m) for n, m in zip(shape[1:], rest, strict=True)):
-        return
-    meant, spelling, read = _READINGS[len(shape)]
-    if full[4 - len(shape)] != batch:
+    meant, spelling, read = _READINGS.get(axes, _READINGS[2])
+    of_rows = axes in _READINGS and shape[0] == batch > 1 and _broadcasts(shape[1:], full[5 - axes :])
+    if not _broadcasts(shape, full[4 - axes :]):
+        hint = ""
+        if of_rows or shape == (batch, full[3], 1, 1):
+            hint = f"; a {name} of {meant} is {name}{spelling}"
+        elif _broadcasts(shape, heads_first[4 - axes :]):
+            hint = f"; {HEADS_FIRST_HINT}"
         raise ShapeError(
-            f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}; "
-            f"a {name} of {meant} is {name}{spelling}"
+            f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}{hint}"
         )
-    if name == "mask":
+    if of_rows and name == "mask":
         raise ShapeError(
             f"mask: expected four axes, got {list(shape)}, which fits both {meant} and {read}; write "
-            f"mask{spelling} for {meant}, mask[{', '.join(['None'] * (4 - len(shape)))}] for {read}"
+            f"mask{spelling} for {meant}, mask[{', '.join(['None'] * (4 - axes))}] for {read}"
         )
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return all(n in (1, m) for n, m in zip(shape, full, strict=True))
 
 
 MOST_HEADS = 128
 """Models have no more query heads, so a longer axis likely counts tokens."""
-
-
-HINT = "if q, k and v are [batch, heads, seq, head_dim], pass layout='bhsd'"
 
 
 def fits_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> bool:
@@ -339,7 +345,7 @@ def warn_of_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> None:
     if q[2] > MOST_HEADS or q[1] > k[1]:
         warnings.warn(
             f"q, k: the shapes {list(q)} and {list(k)} are read as [batch, seq, heads, head_dim], which is {q[1]} "
-            f"queries and {k[1]} keys of {q[2]} heads; {HINT}",
+            f"queries and {k[1]} keys of {q[2]} heads; {HEADS_FIRST_HINT}",
             LayoutWarning,
             stacklevel=2,
         )

@@ -98,6 +98,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "qkv_format": {"layout": "'bshd' or 'bhsd'; packed tensors need seq_info="},
     # transformers, and torch's layers
     "attention_mask": {"mask": "attention_mask[:, None, None, :] != 0, if it is a padding mask [batch, kv]"},
+    "padding_mask": {"mask": "padding_mask[:, None, None, :], which is bool and True at real tokens"},
     "key_padding_mask": {"mask": "~key_padding_mask[:, None, None, :], because True hides there and shows here"},
     "position_ids": {
         "q_segment_ids": "(position_ids == 0).cumsum(-1) in int32 if the positions restart at each document, because "

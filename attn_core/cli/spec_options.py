@@ -15,9 +15,9 @@ import typer
 
 from attn_core import masks
 from attn_core.backends.support import half_dtype
-from attn_core.call.arguments import HINT, ArrayFacts, Arrays, build_spec
+from attn_core.call.arguments import ONE_ROW, ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
-from attn_core.call.options import OPTIONS, PLAIN, Option, Options, check_options
+from attn_core.call.options import HEADS_FIRST_HINT, OPTIONS, PLAIN, Option, Options, check_options
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -269,9 +269,9 @@ def _key_ranges(text: str) -> np.ndarray:
 # Errors in the words of a command
 
 _WORDS = {
-    HINT: "change --heads or --kv-heads",
+    HEADS_FIRST_HINT: "change --heads or --kv-heads",
     "cast q, k and v to one of them": "name one by --dtype",
-    "reshape to [1, batch * seq, heads, head_dim]": "leave --batch out",
+    f"reshape to {ONE_ROW} if no row has padding, else keep the tokens alone: q[keep][None]": "leave --batch out",
     "seq_info.cu_seqlens_q:": "--cu-seqlens:",
     "lengths_q:": "--lengths:",
     "lengths_k:": "--kv-lengths:",

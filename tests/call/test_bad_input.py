@@ -120,20 +120,15 @@ SHAPES = {
     "no channels in v": shape(r"^v: expected .* one channel, got shape \[2, 7, 3, 0\]", v=zeros(2, 7, 3, 0)),
     **{
         f"mask of shape {size}": shape(
-            rf"^mask: .* broadcastable to \[batch, heads, q, kv\] = \[2, 6, 5, 7\], got {re.escape(str(read))}",
+            rf"^mask: .* broadcastable to \[batch, heads, q, kv\] = \[2, 6, 5, 7\], got {re.escape(str(list(size)))}$",
             mask=zeros(*size, dtype="bool"),
         )
-        for size, read in (
-            ((5, 8), [1, 1, 5, 8]),
-            ((3, 5, 7), [1, 3, 5, 7]),
-            ((3, 1, 5, 7), [3, 1, 5, 7]),
-            ((0,), [1, 1, 1, 0]),
-        )
+        for size in ((5, 8), (3, 5, 7), (3, 1, 5, 7), (0,))
     },
     "mask with five axes": shape(
         r"^mask: .*at most 4 axes, got \[1, 1, 1, 5, 7\]", mask=zeros(1, 1, 1, 5, 7, dtype="bool")
     ),
-    "bias of the wrong shape": shape(r"^bias: .*\[2, 6, 5, 7\], got \[1, 1, 4, 7\]", bias=zeros(4, 7)),
+    "bias of the wrong shape": shape(r"^bias: .*\[2, 6, 5, 7\], got \[4, 7\]$", bias=zeros(4, 7)),
     **{
         f"alibi_slopes of shape {size}": shape(
             r"^alibi_slopes: expected shape \[heads\] = \[6\] or \[batch, heads\] = \[2, 6\], got "
@@ -442,7 +437,7 @@ PACKED = {
     "several rows": documents(
         lambda f: SeqInfo.from_lengths([5, 5]),
         ShapeError,
-        r"^q: expected one row of packed documents \[1, tokens, heads, head_dim\], got \[2, 5, 6, 11\]; reshape",
+        r"^q: expected one row .*, got \[2, 5, 6, 11\]; reshape .* if no row has padding, else .*: q\[keep\]\[None\]$",
         **{name: TENSORS[name] for name in "qkv"},
     ),
     "mixed ranks": documents(

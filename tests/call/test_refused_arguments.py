@@ -109,7 +109,11 @@ def test_an_ambiguous_mask_is_refused(
 
 @everywhere
 @pytest.mark.parametrize("name", ["mask", "bias"])
-@pytest.mark.parametrize(("shape", "spelling"), [((2, 7), "[:, None, None, :]"), ((2, 5, 7), "[:, None]")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "spelling"),
+    [(s, "[:, None, None, :]") for s in ((2, 7), (2, 7, 1, 1))] + [((2, 5, 7), "[:, None]")],
+    ids=str,
+)
 def test_a_mask_of_batch_rows_names_its_spelling(framework: Framework, name: str, shape: Any, spelling: str) -> None:
     q, k = framework.zeros(2, 5, 3, 8), framework.zeros(2, 7, 3, 8)
     table = framework.array(np.ones(shape, bool if name == "mask" else np.float32))
@@ -117,3 +121,25 @@ def test_a_mask_of_batch_rows_names_its_spelling(framework: Framework, name: str
         ShapeError, match=rf"^{name}: .* got {re.escape(str(list(shape)))}; .* is {name}{re.escape(spelling)}$"
     ):
         framework.frontend.attention(q, k, k, **{name: table})
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("mask", (2, 1, 1, 7), "mask: expected a shape .*"),
+        ("bias", (6, 7, 7), "bias: expected a shape .*"),
+        ("q_segment_ids", (2, 7), "kv_segment_ids: expected an array, because .*"),
+    ],
+)
+@pytest.mark.parametrize("tables_of_heads_first", [True, False])
+def test_a_table_of_heads_first_tensors_names_the_layout(
+    framework: Framework, name: str, shape: tuple[int, ...], message: str, tables_of_heads_first: bool
+) -> None:
+    """Only a table that would fit with heads first: one that fits neither way has no hint."""
+    q, k = framework.zeros(2, 6, 7, 8), framework.zeros(2, 3, 7, 8)  # 7 tokens, 6 heads on 3 kv heads, heads first
+    shape = shape if tables_of_heads_first else (*shape[:-1], 9)
+    kind = {"mask": "bool", "bias": "float32"}.get(name, "int32")
+    hint = "; if q, k and v are .*, pass layout='bhsd'" if tables_of_heads_first else "[^;]*"
+    with pytest.raises((ShapeError, SpecError), match=f"^{message}{hint}$"):
+        framework.frontend.attention(q, k, k, **{name: framework.array(np.ones(shape), kind)})
