@@ -110,6 +110,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "s_aux": {"sinks": _SAME},
     "attn_implementation": {"backend": _NAMES},
     "need_weights": {"return_lse": _UNWEIGHTED},
+    "device": "tensors say their own; `attn explain --device h100` answers for a GPU that is not here",
 }
 """Keyword -> {our keyword: how to write the value}, of which the first that a function has counts; or, if no function
 has one, what to do instead."""

@@ -146,12 +146,14 @@ HELP = "cpu, cuda (the GPU here), a GPU such as h100, a100, 4090, sm90, mi300, o
 
 
 def device_named(requested: str, framework: str) -> str:
-    """Returns the device that a user's word means, such as ``"sm90"`` for ``"H100"`` or ``"rtx-4090"``.
+    """Returns the device that a user's word means, such as ``"sm90"`` for ``"H100"``, ``"NVIDIA H100"`` or ``"9.0"``.
 
     Raises:
         SpecError: for a word that names no device, or for the GPU of a machine that has none.
     """
-    word = re.sub(r"nvidia|geforce|amd|rtx(?=a?\d)", "", re.sub(r"[ _-]", "", requested.lower()))
+    word = re.sub(r"nvidia|geforce|tesla|amd|rtx(?=a?\d)", "", re.sub(r"[ _-]", "", requested.lower()))
+    if re.fullmatch(r"\d+\.\d", word):  # NVIDIA's compute capability
+        word = f"sm{word.replace('.', '')}"
     if word in ALIASES:
         return ALIASES[word]
     if word == HERE:

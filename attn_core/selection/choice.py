@@ -368,7 +368,7 @@ def _one_change(selection: Selection, name: str) -> bool:
         return False
     # A reason starts with the argument: two reasons against one argument still ask for one change. The device is none.
     changes = {reason.partition(":")[0] for reason in selection.reasons(name)}
-    return len(changes) == 1 and f"device {target.device}" not in changes
+    return len(changes) == 1 and not changes.pop().startswith(f"device {target.device}")
 
 
 def _worth_showing(selection: Selection, rows: list[Row]) -> list[Row]:

@@ -570,6 +570,13 @@ GEMMA = AttentionSpec(
 )
 
 
+def test_another_device_is_no_change_that_a_caller_makes() -> None:
+    refused = explain(replace(GEMMA, softcap=None, dtype="float16", invariant="batch"), Target("torch", "sm75"))
+    reasons = dict(refused.refusals)
+    assert reasons["math"] == ("device sm75 with invariant='batch': the torch math kernel has none",)
+    assert "one change away:\n  sdpa_efficient" in str(refused) and "math" not in str(refused)
+
+
 def test_the_explanation_on_a_gpu() -> None:
     with tables_in_force({}):
         assert str(explain(GEMMA, Target("torch", "sm90"))) == (
