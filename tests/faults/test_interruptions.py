@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,20 @@ def test_a_call_after_an_interrupted_one_is_right(framework: Framework, trained:
         assert requested() is None and not held_locks(), at
         for one, right in zip(run(framework, length, trained, kind), expected(length, trained, kind), strict=True):
             np.testing.assert_allclose(one, right, rtol=1e-3, atol=1e-4, err_msg=f"line {at} of {total}")
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_an_error_of_xla_counts_as_interrupted_if_python_dropped_the_interruption(dropped: bool) -> None:
+    def remove(_: Any) -> None:
+        if dropped:
+            raise KeyboardInterrupt
+
+    with nullcontext() if dropped else pytest.raises(RuntimeError), interrupted_at(10**9):
+        held = {1}
+        watching = weakref.ref(held, remove)
+        del held
+        assert watching() is None
+        raise RuntimeError("INTERNAL")
 
 
 def calls_without_gradients() -> dict[str, Callable[[], Any]]:
