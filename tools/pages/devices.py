@@ -56,21 +56,21 @@ Only those that can make automatic choice faster: ``xformers`` launches kernels 
 
 HEAD = f"""# Which kernels for which GPU
 
-Which kernels run on a card, and what to install for them. `make support` writes this page from what the backends
-declare. A declaration is not a measurement: this project has run GPU kernels only on an H100 and an H200.
-[What each backend supports](support.md) lists the features.
+`make support` writes this page from what the backends declare. A declaration is not a measurement: this project has run
+GPU kernels only on an H100 and an H200. [What each backend supports](support.md) lists the features.
 
 ## What to install
 
-`attn explain --device` takes the name in the second column. The next two columns have the first {SHOWN} kernels of
-automatic choice, if everything is installed; without a package the next one runs. `math` and `jax_xla` take every
-option, but are not fused kernels.
+`attn explain --device` takes the name in the second column. The next two columns have the first kernels of automatic
+choice, up to {SHOWN}, after the last column's commands; without a package the next one runs. `math` and `jax_xla` take
+every option, but are not fused kernels.
 """
 
 CALLS = """
 - Training and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a head_dim
-  of 128 and four query heads for each kv head, in torch, on a TPU in JAX. For other calls
-  ask `attn explain`.
+  of 128 and four query heads for each kv head, in torch, on a TPU in JAX. For other calls ask `attn explain`.
+- On a V100 and a T4 dropout, softcap, ALiBi and bfloat16 run on `math`, except from pages.
+- In JAX without torch install `'.[jax-cuda13]'` on an H100 or H200.
 - On a measured card (H100, H200, or yours after `attn tune`) the order depends on the call. On others it is fixed, but
   for figures that others published:
 """
@@ -78,9 +78,9 @@ CALLS = """
 MORE = """
 - Heads of 256 stay on `flash2` on a B200: FlashAttention 4 gave [wrong
   gradients](https://github.com/NVIDIA/TransformerEngine/issues/3216).
-- GPUs of AMD, Apple and Intel, and TPUs run the framework's own operations. This project never ran them there.
-- `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference;
-  [other builds](../get_started/install.md#packages-with-kernels) have one.
+- GPUs of AMD, Apple and Intel, and TPUs run the framework's own operations.
+- `tokenspeed-fa3` has no backward, so `flash3` is for inference; [other
+  builds](../get_started/install.md#packages-with-kernels) have one.
 
 ```bash
 attn explain --heads 32 --kv-heads 8 --head-dim 128 --q-len 4096 --causal --dtype bfloat16 --device sm89
@@ -122,9 +122,17 @@ def _row(device: Device) -> list[str]:
     chosen_by_name = {name for name in PACKAGES if runs(name, device, "training")}
     # Packages whose kernels run by name alone are shown if there are no others.
     useful = {name for names in chosen for name in names if name in PACKAGES} or chosen_by_name
-    lists = [", ".join(f"`{name}`" for name in names) or NONE for names in chosen]
+    training, decoding = chosen
+    training = [name for name in training if not _lacks_backward(name, device)]
+    lists = [", ".join(f"`{name}`" for name in names) or NONE for names in (training, decoding)]
     commands = "<br>".join(f"`{_install(package, device)}`" for name, package in PACKAGES.items() if name in useful)
-    return [device.cards, f"`{device.name}`", *lists, commands or NONE]
+    return [device.cards, f"`{device.name}`", *lists, commands or "nothing more"]
+
+
+def _lacks_backward(name: str, device: Device) -> bool:
+    """Returns whether the package that the page names for a backend has no backward, though other builds do."""
+    package = package_for(PACKAGES.get(name, ""), device.name)
+    return package is not None and "backward" in package.get("builds", {}).get(name, {}).get("without", ())
 
 
 def _install(name: str, device: Device) -> str:
