@@ -41,6 +41,7 @@ def attention_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Any = None,
+    cache: Any = None,
     past_key_values: Any = None,
     keep: Tensor | None = None,
     **kwargs: Any,
@@ -51,9 +52,10 @@ def attention_forward(
     rows = (projection(hidden_states).view(bsz, q_len, -1, self.head_dim) for projection in projections)
     q, k, v = (row.transpose(1, 2) for row in rows)  # [batch, heads, tokens, head_dim]
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-    had_cache = past_key_values is not None and past_key_values.get_seq_length(self.layer_idx) > 0
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    cache = past_key_values if cache is None else cache  # its name before transformers 5.24
+    had_cache = cache is not None and cache.get_seq_length(self.layer_idx) > 0
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     seq_info = get_packed_info_from_kwargs(kwargs, q.device)
     packed = seq_info is not None and not had_cache
     keys = _window(self)

@@ -174,7 +174,9 @@ def test_a_part_that_adds_its_mask_itself_gets_the_mask_of_eager(build: Any) -> 
             out = model(**given)
         results.append(out if torch.is_tensor(out) else out.last_hidden_state)
     assert results[0].isfinite().all() and results[0].abs().max() > 0.1
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    # From transformers 5.24 on the reading order looks its attention up, so ours runs and rounds in its own way.
+    exact = {} if model._supports_sdpa else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(results[1], results[0], **exact)
 
 
 def test_a_refused_part_of_a_model_may_use_another_implementation() -> None:
