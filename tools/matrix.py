@@ -40,6 +40,7 @@ HOSTS = (
     "tests/dropins/test_huggingface_selected.py",
 )
 DIFFUSERS = ("tests/dropins/test_diffusers.py",)  # its helpers need JAX, too
+ALL = CORE + JAX + TORCH + HOSTS + DIFFUSERS
 
 CUDA = "downloads torch with CUDA, about 3 GB, if pip finds no wheel for the CPU"
 
@@ -83,6 +84,8 @@ ENVIRONMENTS = (
     Environment("3.11", "cli,hf", ("torch==2.13.0", "transformers==5.17.0"), CORE + HOSTS, "transformers"),
     Environment("3.11", "cli,hf", ("torch==2.13.0",), CORE + HOSTS, "transformers"),
     Environment("3.11", "cli,diffusers,hf,jax", ("torch==2.13.0",), CORE + DIFFUSERS, "diffusers"),
+    # The newest JAX beside torch: Python 3.11 has none after 0.10.2.
+    Environment("3.12", "cli,diffusers,hf,jax", ("torch==2.13.0",), ALL, "jax", CUDA),
 )
 """A package without a version is the newest one that pip finds for that Python."""
 
