@@ -305,11 +305,11 @@ def _check_axes(name: str, shape: tuple[int, ...], full: Shape4, heads_first: Sh
         return
     meant, spelling, read = _READINGS.get(axes, _READINGS[2])
     of_rows = axes in _READINGS and shape[0] == batch > 1 and _broadcasts(shape[1:], full[5 - axes :])
-    if not _broadcasts(shape, full[4 - axes :]):
+    if not _broadcasts(shape, full[-axes:]):
         hint = ""
         if of_rows or shape == (batch, full[3], 1, 1):
             hint = f"; a {name} of {meant} is {name}{spelling}"
-        elif _broadcasts(shape, heads_first[4 - axes :]):
+        elif _broadcasts(shape, heads_first[-axes:]):
             hint = f"; {HEADS_FIRST_HINT}"
         raise ShapeError(
             f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}{hint}"
