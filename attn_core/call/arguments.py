@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.kinds import check_int32, is_number
 from attn_core.call.masks import without_idle_sides
-from attn_core.call.options import HEADS_FIRST_HINT, PLAIN, Options
+from attn_core.call.options import EXCHANGED_HINT, HEADS_FIRST_HINT, PLAIN, Options
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, LayoutWarning, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux
@@ -310,7 +310,7 @@ def _check_axes(name: str, shape: tuple[int, ...], full: Shape4, heads_first: Sh
         if of_rows or shape == (batch, full[3], 1, 1):
             hint = f"; a {name} of {meant} is {name}{spelling}"
         elif _broadcasts(shape, heads_first[-axes:]):
-            hint = f"; {HEADS_FIRST_HINT}"
+            hint = f"; {EXCHANGED_HINT}"
         raise ShapeError(
             f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}{hint}"
         )

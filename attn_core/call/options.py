@@ -321,6 +321,7 @@ _CHECKS_OF_CONSTANTS = tuple(each for each in _CHECKS if each[0] not in ("softca
 Layout = Literal["bshd", "bhsd"]
 """``[batch, seq, heads, head_dim]`` or ``[batch, heads, seq, head_dim]``; packed the same without the batch."""
 HEADS_FIRST_HINT = "if q, k and v are [batch, heads, seq, head_dim], pass layout='bhsd'"
+EXCHANGED_HINT = "it fits if the axes of heads and sequence are exchanged: check the layout of q, k and v"
 
 
 def check_layout(layout: object) -> Layout:

@@ -20,7 +20,7 @@ import numpy as np
 
 from attn_core.call.functions import Function, renumbered
 from attn_core.call.kinds import check_int32
-from attn_core.call.options import HEADS_FIRST_HINT, check_flag, normalise_window
+from attn_core.call.options import EXCHANGED_HINT, check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfoLike
 from attn_core.call.tensors import Array
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -163,27 +163,30 @@ def _checked(
                 f"q_{what}: expected q of [batch, q_len, heads, head_dim] with it, got {list(shapes[0])}; rows without "
                 "a batch axis are documents, which seq_info describes"
             )
-        # Of an array for each token that has the length of the axis of heads.
-        hint = f"; {HEADS_FIRST_HINT}" if tuple(getattr(queries, "shape", ()))[1:] == shapes[0][2:3] else ""
         if keys is None:
             if shapes[0][1] != shapes[1][1]:
                 tokens = f"q has {shapes[0][1]} tokens and k has {shapes[1][1]}"
-                raise SpecError(f"kv_{what}: expected an array, because {tokens}{hint}")
+                raise SpecError(f"kv_{what}: expected an array, because {tokens}{_hint(queries, shapes[0])}")
             keys = queries
         for side, array, shape in (("q", queries, shapes[0]), ("kv", keys, shapes[1])):
-            _check(f"{side}_{what}", array, shape[:2], hint)
+            _check(f"{side}_{what}", array, shape)
         pairs.append((queries, keys))
     return pairs[0], pairs[1]
 
 
-def _check(name: str, array: object, expected: tuple[int, ...], hint: str) -> None:
+def _check(name: str, array: object, shape: tuple[int, ...]) -> None:
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"{name}: expected an int32 array [batch, length], got {type(array).__name__}")
-    if tuple(array.shape) != tuple(expected):
-        raise ShapeError(
-            f"{name}: expected shape {list(expected)}, one number for each token, got {list(array.shape)}{hint}"
-        )
+    expected = shape[:2]
+    if tuple(array.shape) != expected:
+        got = f"got {list(array.shape)}{_hint(array, shape)}"
+        raise ShapeError(f"{name}: expected shape {list(expected)}, one number for each token, {got}")
     check_int32(name, array.dtype)
+
+
+def _hint(array: object, shape: tuple[int, ...]) -> str:
+    """Returns a hint for an error if an array has the length of the axis of heads."""
+    return f"; {EXCHANGED_HINT}" if tuple(getattr(array, "shape", ())) == (shape[0], shape[2]) else ""
 
 
 def function_of(has_ids: bool, band: Sides, counts_keys: bool, numbers: tuple[int, ...]) -> Expression:

@@ -116,7 +116,7 @@ DEVICES: dict[str, tuple[str, ...]] = {
     "sm70": ("v100",),
     "sm75": ("t4", "2080ti"),
     "sm80": ("a100", "a30", "a800"),
-    "sm86": ("a10", "a40", "a6000", "3090"),
+    "sm86": ("a10", "a10g", "a40", "a6000", "3090", "3080"),
     "sm87": ("orin",),
     "sm89": ("l4", "l40", "l40s", "4090"),
     "sm90": ("h100", "h200", "h800", "h20", "gh200"),
@@ -151,7 +151,9 @@ def device_named(requested: str, framework: str) -> str:
     Raises:
         SpecError: for a word that names no device, or for the GPU of a machine that has none.
     """
-    word = re.sub(r"nvidia|geforce|tesla|amd|rtx(?=a?\d)", "", re.sub(r"[ _-]", "", requested.lower()))
+    parts = re.split(r"[ _-]+", re.sub(r"nvidia|geforce|tesla|amd|rtx(?=[ _-]?a?\d)", " ", requested.lower()).strip())
+    words = ["".join(parts[:count]) for count in range(len(parts), 0, -1)]  # "h10080gb", "h100": memory comes last
+    word = next((each for each in words if each in ALIASES), words[0])
     if re.fullmatch(r"\d+\.\d", word):  # NVIDIA's compute capability
         word = f"sm{word.replace('.', '')}"
     if word in ALIASES:

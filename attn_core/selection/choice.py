@@ -115,7 +115,11 @@ class Selection:
         if self.requested is not None or self.parts is not None or self.spec.invariant is not None:
             return None
         figures = preference.published(self.spec, self.target.framework, self.target.device)
-        return figures if figures is not None and self.backend in figures.first else None
+        if figures is None or self.backend not in figures.first:
+            return None
+        usual = backends.usual_order(self.target.framework, self.target.kind)
+        able = next(name for name in usual if name == self.backend or not self.reasons(name))
+        return None if able == self.backend else figures
 
     def reasons(self, name: str) -> Reasons:
         """Returns why a backend cannot run the call; empty if it can."""

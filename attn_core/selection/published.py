@@ -23,7 +23,8 @@ class Figures(NamedTuple):
     Attributes:
         device: such as ``"sm80"``, in both frameworks: JAX runs the same kernels.
         calls: the fields of ``AttentionSpec``, with their values, that the measured calls had; empty for all calls.
-        first: the backends that come first, best first. The others follow in the usual order.
+        first: the backends that were faster, best first; they come directly before ``ahead_of`` if they came after it.
+        ahead_of: the backend that they were compared with.
         figures: what was measured, in words.
         sources: link -> date.
     """
@@ -31,6 +32,7 @@ class Figures(NamedTuple):
     device: str
     calls: Mapping[str, Any]
     first: tuple[str, ...]
+    ahead_of: str
     figures: str
     sources: Mapping[str, str]
 
@@ -39,9 +41,11 @@ class Figures(NamedTuple):
         return f"order from published figures, not ours: {self.figures}: {sources}; `attn tune` measures yours"
 
     def ordered(self, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the usual order with ``first`` in front, as far as it has these backends."""
-        first = tuple(name for name in self.first if name in usual)
-        return (*first, *(name for name in usual if name not in first))
+        """Returns the usual order with ``first`` before ``ahead_of``, as far as it has these backends."""
+        place = usual.index(self.ahead_of) if self.ahead_of in usual else len(usual)
+        before, after = usual[:place], usual[place:]
+        first = tuple(name for name in self.first if name in after)
+        return (*before, *first, *(name for name in after if name not in first))
 
 
 @cache

@@ -288,7 +288,7 @@ def as_array(name: str, value: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         check_array(name, value)
     try:
-        return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+        return jnp.array(value) if type(value) is np.ndarray else jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         kind = type(value)
         raise TypeError(f"{name}: expected an array, got {kind.__module__}.{kind.__qualname__}") from None

@@ -432,6 +432,14 @@ def test_inputs_of_a_wrong_shape_are_named() -> None:
             layer(x, **call)
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_what_a_masked_array_hides_is_not_dropped(name: str) -> None:
+    layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES)
+    hidden = np.ma.masked_array(np.ones((SEQ, SEQ), np.float32), True)
+    with pytest.raises(TypeError, match=rf"^{name}: expected an? .*[aA]rray, got numpy.ma.*MaskedArray"):
+        layer(JAX.array(X), **{name: hidden})
+
+
 # Flax alone
 
 

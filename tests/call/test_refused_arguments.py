@@ -140,6 +140,6 @@ def test_a_table_of_heads_first_tensors_names_the_layout(
     q, k = framework.zeros(2, 6, 7, 8), framework.zeros(2, 3, 7, 8)  # 7 tokens, 6 heads on 3 kv heads, heads first
     shape = shape if tables_of_heads_first else (*shape[:-1], 9)
     kind = {"mask": "bool", "bias": "float32"}.get(name, "int32")
-    hint = "; if q, k and v are .*, pass layout='bhsd'" if tables_of_heads_first else "[^;]*"
+    hint = "; it fits if the axes of heads and sequence are exchanged: .*" if tables_of_heads_first else "[^;]*"
     with pytest.raises((ShapeError, SpecError), match=f"^{message}{hint}$"):
         framework.frontend.attention(q, k, k, **{name: framework.array(np.ones(shape), kind)})

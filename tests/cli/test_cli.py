@@ -130,7 +130,9 @@ def test_explain_fits_80_columns(framework: str, device: str) -> None:
         *(("h100", "sm90"), ("H200", "sm90"), ("a100", "sm80"), ("4090", "sm89"), ("RTX 4090", "sm89")),
         *(("l40s", "sm89"), ("b200", "sm100"), ("rtx-5090", "sm120"), ("t4", "sm75"), ("mi300", "gfx942")),
         *(("sm90", "sm90"), ("SM90", "sm90"), ("cpu", "cpu"), ("gfx90a", "gfx90a"), ("RTX A6000", "sm86")),
-        *(("Tesla T4", "sm75"), ("7.5", "sm75"), ("12.0", "sm120")),
+        *(("Tesla T4", "sm75"), ("7.5", "sm75"), ("12.0", "sm120"), ("NVIDIA H100 80GB HBM3", "sm90")),
+        *(("NVIDIA A100-SXM4-80GB", "sm80"), ("Tesla V100-SXM2-16GB", "sm70"), ("NVIDIA A10G", "sm86")),
+        *(("NVIDIA GeForce RTX 4090", "sm89"), ("NVIDIA L4", "sm89"), ("NVIDIA RTX A6000", "sm86")),
     ],
 )
 def test_products_are_devices(word: str, device: str) -> None:

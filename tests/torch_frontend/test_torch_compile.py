@@ -247,3 +247,23 @@ def test_opcheck_of_forward_mode():
     q, k, v = tensors(grad=False)
     for tangents in ((q, k, v, None, None), (None, k, None, None, None)):
         torch.library.opcheck(torch.ops.attn.jvp, (*tangents, *op_arguments(q, k, v, False)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_symbolic_length_may_be_the_number_of_heads(strict: bool) -> None:
+    """No check of segment ids or of a mask compares a length with the heads, which would guard against it."""
+
+    class Called(torch.nn.Module):
+        def forward(self, q: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            segments = attention(q, q, q, causal=True, q_segment_ids=ids)
+            return segments + attention(q, q, q, mask=mask)
+
+    def inputs(length: int) -> tuple[torch.Tensor, ...]:
+        q = torch.randn(2, length, 8, 16, generator=torch.Generator().manual_seed(length))
+        return q, torch.arange(length).expand(2, length).int() // 5, torch.ones(2, 1, 1, length, dtype=torch.bool)
+
+    length = torch.export.Dim("length", min=4, max=64)
+    shapes = {"q": {1: length}, "ids": {1: length}, "mask": {3: length}}
+    program = torch.export.export(Called(), inputs(16), dynamic_shapes=shapes, strict=strict).module()
+    for size in (8, 16, 33):
+        torch.testing.assert_close(program(*inputs(size)), Called()(*inputs(size)))

@@ -69,7 +69,7 @@ every option, but are not fused kernels.
 CALLS = """
 - Training and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a head_dim
   of 128 and four query heads for each kv head, in torch, on a TPU in JAX. For other calls ask `attn explain`.
-- On a V100 and a T4 dropout, softcap, ALiBi and bfloat16 run on `math`, except from pages.
+- On V100 and T4 dropout, softcap, ALiBi and bfloat16 run on `math`, except from pages.
 - In JAX without torch install `'.[jax-cuda13]'` on an H100 or H200.
 - On a measured card (H100, H200, or yours after `attn tune`) the order depends on the call. On others it is fixed, but
   for figures that others published:
@@ -105,7 +105,7 @@ def _line(row: published.Figures) -> str:
     calls = [f"`{name}={value}`" for name, value in row.calls.items()]
     first = ", ".join(f"`{name}`" for name in row.first)
     sources = ", ".join(f"[{date}]({link})" for link, date in row.sources.items())
-    line = f"{', '.join([f'`{row.device}`', *calls])}: {first} first; {row.figures} ({sources})."
+    line = f"{', '.join([f'`{row.device}`', *calls])}: {first} before `{row.ahead_of}`; {row.figures} ({sources})."
     whole = {"break_long_words": False, "break_on_hyphens": False}
     return fill(line, 120, initial_indent="  - ", subsequent_indent="    ", **whole)
 

@@ -58,8 +58,8 @@ def _facts(tensor: Tensor) -> ArrayFacts:
 def _attention_to_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Any:
     plan.check_tensor("q", q)
     plan.check_tensor("k", k)
-    # ``attention`` refuses only queries that number the keys. It has a short way for all others.
-    if torch.compiler.is_compiling() or q.shape[1:2] != k.shape[1:2]:
+    # ``attention`` refuses only queries that number the keys, with lengths on the host. It has a short way for others.
+    if torch.compiler.is_compiling() or q.shape[1:2] != k.shape[1:2] or getattr(lengths, "is_cuda", False):
         return attention(q, k, v, kv_lengths=lengths, **options)
     every = {**OPTIONS, **options, "layout": "bshd"}
     return dense_caches.attend(attention, (q, k, v), CacheRows(lengths), every, shifted=True)
