@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 from attn_core import backends
+from attn_core.cli import insistent_ctrl_c
 from attn_core.cli.devices import versions
 from attn_core.errors import LayoutWarning, SpecError
 from attn_core.selection import Target, choice
@@ -333,10 +334,11 @@ def _run_part(
     seed: int, devices: dict[str, str], names: tuple[str, ...], part: Part, seconds: float, path: Path
 ) -> None:
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     run = Campaign(seed, devices, names, part)
     if path.exists():
         run.resume(path)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), insistent_ctrl_c():
         run.run(seconds, path, lambda state: None, CALLS_OF_PROCESS)
 
 
