@@ -303,7 +303,7 @@ def _check_axes(name: str, shape: tuple[int, ...], full: Shape4, heads_first: Sh
     axes, batch = len(shape), full[0]
     if not 1 <= axes <= 4 or not all(map(is_number, (*shape, *full, *heads_first))):
         return
-    meant, spelling, read = _READINGS.get(axes, _READINGS[2])
+    meant, spelling, read = _READINGS.get(axes, _READINGS[2])  # the second also of [batch, kv, 1, 1]
     of_rows = axes in _READINGS and shape[0] == batch > 1 and _broadcasts(shape[1:], full[5 - axes :])
     if not _broadcasts(shape, full[-axes:]):
         hint = ""

@@ -341,8 +341,8 @@ def _because(selection: Selection) -> str:
         return "kernels that have no key ranges compute these in parts"
     if selection.spec.invariant is not None:
         return preference.BECAUSE
-    if selection.published is not None:
-        return f"the first that can run the call; {selection.published}"
+    if (figures := selection.published) is not None:
+        return f"the first that can run the call; {figures}"
     if selection.source is None:
         return "the first in the usual order that can run the call"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"

@@ -58,5 +58,7 @@ def figures_for(spec: AttentionSpec, device: str) -> Figures | None:
     """Returns the row of a call on a device, or None. No row is about keys and values in pages."""
     if spec.paged is not None:
         return None
-    covering = (row for row in rows() if row.device == device)
-    return next((row for row in covering if all(getattr(spec, name) == row.calls[name] for name in row.calls)), None)
+    for row in rows():
+        if row.device == device and all(getattr(spec, name) == value for name, value in row.calls.items()):
+            return row
+    return None

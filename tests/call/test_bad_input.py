@@ -437,7 +437,8 @@ PACKED = {
     "several rows": documents(
         lambda f: SeqInfo.from_lengths([5, 5]),
         ShapeError,
-        r"^q: expected one row .*, got \[2, 5, 6, 11\]; reshape .* if no row has padding, else .*: q\[keep\]\[None\]$",
+        r"^q: expected one row of packed documents \[1, tokens, heads, head_dim\], got \[2, 5, 6, 11\]; "
+        r"reshape to \[1, batch \* seq, heads, head_dim\] if no row has padding, else .*: q\[keep\]\[None\]$",
         **{name: TENSORS[name] for name in "qkv"},
     ),
     "mixed ranks": documents(
