@@ -2,8 +2,8 @@
 
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
 windows, softcap, ALiBi, dropout or packed documents, and no gradient of a bias. A boolean mask becomes an additive one
-of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. ``shared.rewrites`` adds
-other head dims, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in
+of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. Beside them causal from the top
+left stays the kernel's own, and another band becomes part of them. ``shared.rewrites`` adds other head dims, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in
 any order, so equal bits are not claimed.
 Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections:
 ``zero_for_empty_rows`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we
@@ -26,6 +26,7 @@ from attn_core.backends.shared.autograd import copy_other_layouts, recording, wi
 from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.readable import readable, readable_rows
 from attn_core.backends.support import Build, Support
+from attn_core.call.masks import Band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -53,6 +54,9 @@ FORWARD = Support(
     lse_gradient=True,
 )
 BACKWARD = replace(FORWARD)
+
+CAUSAL = Band(None, 0, 0)
+"""The one band that the kernel has."""
 
 NO_WEIGHT = 1e30
 """A log-sum-exp with which every weight is 0 and arithmetic stays finite."""
@@ -103,11 +107,12 @@ def build() -> Build:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the op's arguments. With a mask or bias, causal becomes part of it."""
-    edge, in_bias = needed_band(spec), explicit(spec)
+    """Returns the op's arguments. A band that the kernel does not have becomes part of the mask or bias."""
+    edge = needed_band(spec)
+    is_causal = edge == CAUSAL
     return {
-        "is_causal": edge.right is not None and not in_bias,
-        "band_in_bias": edge.right is not None and in_bias,
+        "is_causal": is_causal,
+        "band_in_bias": edge.right is not None and not is_causal,
         "scale": spec.scale,
         # Without it cuDNN has faster kernels, above all for one query.
         "with_lse": spec.return_lse or spec.needs_backward or spec.partial,
@@ -148,7 +153,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
         added = None
         if has_bias:
-            added = prepared(mask, bias) if prepared else additive(spec, how, q, mask, bias)
+            added = prepared(mask, bias) if prepared else additive(spec, q, mask, bias, with_band=True)
         q, k, v = readable_rows(q, k, v)
         if not heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -238,11 +243,14 @@ def _kernel(spec: AttentionSpec) -> rewrites.Kernel:
     return APART if apart else KERNEL
 
 
-def additive(spec: AttentionSpec, how: dict[str, Any], q: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns mask, bias and band as one tensor ``[batch or 1, heads or 1, q_len or 1, kv_len]`` in q's dtype."""
+def additive(spec: AttentionSpec, q: Tensor, mask: Tensor | None, bias: Tensor | None, *, with_band: bool) -> Tensor:
+    """Returns mask and bias as one tensor ``[batch or 1, heads or 1, q_len or 1, kv_len]`` in q's dtype.
+
+    with_band: the call's band hides pairs of it, too.
+    """
     import torch
 
-    if how["band_in_bias"]:
+    if with_band:
         rows, columns = torch.arange(spec.q_len, device=q.device)[:, None], torch.arange(spec.kv_len, device=q.device)
         seen = needed_band(spec).contains(rows, columns)
         mask = seen if mask is None else mask & seen
@@ -255,8 +263,11 @@ def kernel_bias(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tup
 
     if not explicit(spec):
         return None, None
-    added = additive(spec, how, inputs.q, inputs.mask, aten_masks.detached(inputs.bias))
-    if zero_for_empty_rows():
+    zero = zero_for_empty_rows()
+    # To find the rows that see no key, the tensor needs the band also if the kernel has it.
+    with_band = how["band_in_bias"] or (how["is_causal"] and not zero)
+    added = additive(spec, inputs.q, inputs.mask, aten_masks.detached(inputs.bias), with_band=with_band)
+    if zero:
         return added, None
     empty = (added == -torch.inf).all(-1, keepdim=True)
     return added.masked_fill(empty, 0.0), empty
@@ -317,8 +328,8 @@ def _gapless(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 # What the installed cuDNN computes for rows that see no key. cuDNN 9.19 gives them the output 0, the log-sum-exp -inf
 # and no gradient, which is what we promise. Seen on an H200.
 
-TRIALS = ((1, 64), (130, 128))
-"""(queries, head_dim) of the calls that are tried. One query and many queries run on different kernels."""
+TRIALS = ((1, 64, False), (130, 128, False), (130, 128, True))
+"""(queries, head_dim, causal) of the calls that are tried. One query and many queries run on different kernels."""
 
 
 @cache
@@ -345,10 +356,10 @@ def _trials() -> bool:
 
     # The first call may be inside an operator, where autograd is off, and must not use up random numbers.
     with torch.inference_mode(False), recording():
-        return all(_gives_zero(queries, head_dim) for queries, head_dim in TRIALS)
+        return all(_gives_zero(*trial) for trial in TRIALS)
 
 
-def _gives_zero(queries: int, head_dim: int, device: str = "cuda") -> bool:
+def _gives_zero(queries: int, head_dim: int, is_causal: bool, device: str = "cuda") -> bool:
     """Returns whether the last query, which sees no key, has empty results, and its dout no effect on dk and dv."""
     import torch
 
@@ -358,7 +369,7 @@ def _gives_zero(queries: int, head_dim: int, device: str = "cuda") -> bool:
     query = torch.ones((1, 2, queries, head_dim), dtype=torch.bfloat16, device=device, requires_grad=True)
     bias = torch.zeros((1, 1, queries, 72), dtype=torch.bfloat16, device=device)
     bias[:, :, -1] = -torch.inf
-    out, lse, *_ = forward_binding()(query, key, value, bias, True, 0.0, False, False, scale=0.1)
+    out, lse, *_ = forward_binding()(query, key, value, bias, True, 0.0, is_causal, False, scale=0.1)
     empty = bool((out[:, :, -1] == 0).all() and (lse.reshape(1, 2, queries)[..., -1] == -torch.inf).all())
     if queries == 1:  # its gradient is NaN in every version (cudnn-frontend#1072), so ``known_bad.json`` refuses it
         return empty

@@ -98,7 +98,10 @@ def test_the_arguments_of_cudnn() -> None:
     assert cudnn.lower(replace(SPEC, causal=True, kv_len=40))["is_causal"]
     assert not cudnn.lower(replace(SPEC, causal=True, q_len=1))["is_causal"], "the last row sees every key"
     masked = cudnn.lower(replace(SPEC, causal=True, mask_shape=(2, 1, 1, 96)))
-    assert (masked["is_causal"], masked["band_in_bias"]) == (False, True)
+    assert (masked["is_causal"], masked["band_in_bias"]) == (False, True), "the diagonal ends at the bottom right"
+    for others in ({"kv_len": 40, "mask_shape": (2, 1, 1, 40)}, {"alignment": "top_left", "bias_shape": (1, 1, 1, 96)}):
+        beside = cudnn.lower(replace(SPEC, causal=True, **others))
+        assert (beside["is_causal"], beside["band_in_bias"]) == (True, False)
 
 
 # Refusals
@@ -328,10 +331,11 @@ def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
 
 
 def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
-    assert bias is None or (bias.dtype == q.dtype and bias.dim() == 4 and not is_causal)
-    if not cudnn.zero_for_empty_rows():
-        assert bias is None or not (bias == -INF).all(-1).any(), "versions differ about rows that see nothing"
-    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
+    assert bias is None or (bias.dtype == q.dtype and bias.dim() == 4)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
+    if not cudnn.zero_for_empty_rows() and bias is not None:
+        assert (seen & (bias != -INF)).any(-1).all(), "versions differ about rows that see nothing"
+    return seen
 
 
 def cudnn_output(q: Any, width: int) -> Any:
@@ -395,6 +399,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mask by batch": ("efficient cudnn", {"mask_shape": (2, 1, 1, 1)}),
     "mask by key, causal": ("efficient cudnn", {"mask_shape": (2, 1, 1, 7), "causal": True}),
     "mask, causal, empty": ("efficient cudnn", {"mask_shape": (2, 9, 11, 7), "causal": True, "q_len": 11}),
+    "mask, causal square": ("efficient cudnn", {"mask_shape": (2, 9, 7, 7), "causal": True, "q_len": 7}),
+    "mask and bias, causal top_left": (
+        "efficient cudnn",
+        {"mask_shape": (2, 1, 1, 7), "bias_shape": (1, 9, 5, 7), "causal": True, "alignment": "top_left"},
+    ),
     "mask by key, causal window": (
         "efficient",
         {"mask_shape": (2, 1, 1, 7), "causal": True, "window": (1, 0), "q_len": 7},
