@@ -4,7 +4,9 @@ python -m benchmarks.drawn --seed 81 --json drawn.json               # 40 calls,
 python -m benchmarks.drawn --seed 81 --gigaflop 20 --by-name         # small calls, also on each backend by name
 
 The calls are those of a sweep (benchmarks/fit/calls.py) that F.sdpa can express. A seed that no table was fitted to
-judges the automatic choice. F.sdpa gets heads-first tensors without gaps; a window is a mask that was made before.
+judges the automatic choice. F.sdpa gets heads-first tensors without gaps, ours have the tokens first; both are also
+timed in the other layout, F.sdpa on views of our tensors, as a model's layer has them. A window is a mask that was made
+before.
 "In a graph" is the time of a call inside a CUDA graph of many: the device's alone, without the host's.
 """
 
@@ -33,6 +35,7 @@ from torch_frontend import attention
 
 Tensor = torch.Tensor
 OURS, SDPA = "attention", "F.sdpa"
+SDPA_TOKENS_FIRST, OURS_HEADS_FIRST = "F.sdpa, tokens first", "attention, heads first"
 IN_GRAPH = ", in a graph"
 GRAPHED = 10
 """Calls in a graph."""
@@ -77,9 +80,18 @@ class Call:
         out = attention(*self.ours, backend=backend, **self.options)
         return torch.autograd.grad(out, self.ours, self.dout) if out.requires_grad else out
 
+    def attention_heads_first(self) -> Any:
+        out = attention(*self.theirs, layout="bhsd", **self.options)
+        return torch.autograd.grad(out, self.theirs, self.dout.transpose(1, 2)) if out.requires_grad else out
+
     def sdpa(self) -> Any:
         out = functional.scaled_dot_product_attention(*self.theirs, **self.of_sdpa)
         return torch.autograd.grad(out, self.theirs, self.dout.transpose(1, 2)) if out.requires_grad else out
+
+    def sdpa_tokens_first(self) -> Any:
+        q, k, v = (each.transpose(1, 2) for each in self.ours)
+        out = functional.scaled_dot_product_attention(q, k, v, **self.of_sdpa).transpose(1, 2)
+        return torch.autograd.grad(out, self.ours, self.dout) if out.requires_grad else out
 
     def kernel_of_sdpa(self) -> str:
         """Returns which of torch's kernels F.sdpa takes."""
@@ -115,13 +127,19 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 def timed(spec: AttentionSpec, by_name: bool) -> Row:
     """Times a call beside F.sdpa, eager and in a graph; ``by_name``: and each backend that can run it."""
     call, target = Call(spec), Target.here("torch", device_of(None, "torch"))
-    calls: Calls = {OURS: call.attention, SDPA: call.sdpa}
+    calls: Calls = {
+        OURS: call.attention,
+        SDPA: call.sdpa,
+        SDPA_TOKENS_FIRST: call.sdpa_tokens_first,
+        OURS_HEADS_FIRST: call.attention_heads_first,
+    }
+    graphs: Calls = {}
+    both = tuple(calls.items())
     if by_name:
         names = [name for name in candidates(target) if name not in SLOW and not refusals(name, spec, target)]
         calls |= {name: partial(call.attention, name) for name in names}
     row = measure(calls, turn=TURN)
-    graphs: Calls = {}
-    for name, each in ((OURS, call.attention), (SDPA, call.sdpa)):
+    for name, each in both:
         try:
             graphs[name + IN_GRAPH] = graphed(each)
         except Exception as error:  # a call that cannot be captured
