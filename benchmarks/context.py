@@ -145,9 +145,15 @@ def rows_of(seed: int, only: list[str] | None = None, *, small: bool = False) ->
     return tuple(row.shortened() if small else row for row in chosen)
 
 
+def way_of(name: str) -> tuple[str, str]:
+    """Returns the strategy and the layout of a way by its name, such as "ring, zigzag"."""
+    strategy, _, layout = name.partition(", ")
+    return strategy, layout
+
+
 def described(row: Row) -> dict[str, Any]:
-    """Returns a row as plain data."""
-    return {**row._asdict(), "words": row.words}
+    """Returns a row as plain data, which was not measured so far."""
+    return {**row._asdict(), "words": row.words, "measured": {}, "error": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:

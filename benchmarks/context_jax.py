@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import SeqInfo
-from benchmarks.context import REST, Row, described, rows_of
+from benchmarks.context import REST, Row, described, rows_of, way_of
 from benchmarks.measure import reason, timed
 from benchmarks.tables import DIRECTIONS
 from jax_frontend import shard_sequence
@@ -37,7 +37,7 @@ def main(task: dict[str, Any]) -> None:
     mesh = jax.make_mesh((task["ranks"],), (AXIS,), devices=jax.devices()[: task["ranks"]])
     measured = []
     for row in rows_of(task["seed"], task["rows"], small=not on_gpu):
-        entry: dict[str, Any] = {**described(row), "measured": {}, "error": ""}
+        entry = described(row)
         for direction in DIRECTIONS:
             if time.time() > task["ends"]:
                 entry["measured"][direction] = {"error": "not measured: out of time"}
@@ -61,15 +61,11 @@ def _measure(mesh: Any, row: Row, direction: str, chosen: str, on_gpu: bool) -> 
     heads = (row.heads, row.kv_heads, row.kv_heads, row.heads)
     shapes = [(1, row.tokens, each, row.head_dim) for each in heads]
     whole = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
-
-    def options(strategy: str, layout: str) -> dict[str, Any]:
-        length = None if row.lengths else row.tokens
-        where = {"mesh": mesh, "strategy": strategy, "layout": layout, "length": length, "seq_info": info}
-        return {**where, **row.options}
-
-    strategy, layout = _way(chosen)
+    strategy, layout = way_of(chosen)
+    where = {"mesh": mesh, "strategy": strategy, "layout": layout, "seq_info": info}
     arrays = [shard_sequence(each, mesh, layout=layout, seq_info=info) for each in whole]
-    attend = partial(context_parallel_attention, **options(strategy, layout))
+    length = None if row.lengths else row.tokens
+    attend = partial(context_parallel_attention, **where, length=length, **row.options)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
         return jax.vjp(attend, q, k, v)[1](dout)
@@ -86,11 +82,6 @@ def _measure(mesh: Any, row: Row, direction: str, chosen: str, on_gpu: bool) -> 
         "seconds": [_timed(run, calls) for _ in range(ROUNDS)],
         "temporary bytes": getattr(memory, "temp_size_in_bytes", None),
     }
-
-
-def _way(name: str) -> tuple[str, str]:
-    strategy, _, layout = name.partition(", ")
-    return strategy, layout
 
 
 def _timed(run: Callable[[], Any], calls: int) -> float:

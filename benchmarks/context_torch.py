@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
 from attn_core import SeqInfo
-from benchmarks.context import REST, Row, described, rows_of
-from benchmarks.measure import reason, release, take_turns
+from benchmarks.context import REST, Row, described, rows_of, way_of
+from benchmarks.measure import reason, release, settle, take_turns
 from benchmarks.tables import CHOSEN, DIRECTIONS, ONE
 from torch_frontend.context_parallel.attention import (
     context_parallel_attention,
@@ -114,18 +114,13 @@ class Shares:
         return lambda: torch.autograd.grad(attend(*leaves, **options), leaves, dout)
 
 
-def _way(name: str) -> tuple[str, str]:
-    strategy, _, layout = name.partition(", ")
-    return strategy, layout
-
-
 def _measure(mesh: DeviceMesh, rows: tuple[Row, ...], task: dict[str, Any]) -> None:
     """Measures each row's chosen way and one rank first, and then the other ways, until the time is over."""
     measured: list[dict[str, Any]] = []
     # The other ways take longer than this, but every row needs its first figures.
     first_ends = time.time() + 0.7 * (task["ends"] - time.time())
     for row in rows:
-        entry: dict[str, Any] = {**described(row), "measured": {}, "error": ""}
+        entry = described(row)
         measured.append(entry)
         if not _time_left(mesh, first_ends):
             entry["error"] = "not measured: out of time"
@@ -157,12 +152,12 @@ def _write(measured: list[dict[str, Any]], mesh: DeviceMesh, task: dict[str, Any
 def _chosen_and_one(shares: Shares, direction: str) -> dict[str, Any]:
     estimates, refused = shares.estimates(direction)
     name = min(estimates, key=lambda each: estimates[each])
-    runs = {ONE: shares.one(direction), CHOSEN: shares.run(*_way(name), direction)}
+    runs = {ONE: shares.one(direction), CHOSEN: shares.run(*way_of(name), direction)}
     calls = {each: _warm(run, shares.mesh) for each, run in runs.items()}
     memory = {each: _memory(run, shares.mesh) for each, run in runs.items()}
     seconds = _turns(runs, calls[CHOSEN], ROUNDS, shares.mesh)
     found = {"chosen": name, "estimates": estimates, "refused": refused, "seconds": seconds, "memory": memory}
-    found["backends"] = sorted({each for _, each in shares.explained(*_way(name), direction).call.backends})
+    found["backends"] = sorted({each for _, each in shares.explained(*way_of(name), direction).call.backends})
     row = shares.row
     if shares.mesh.device_type == "cuda" and not (row.lengths or row.window or row.softcap or row.tokens % 16):
         found["seconds"] |= _peers(shares, direction)
@@ -211,7 +206,7 @@ def _others(shares: Shares, direction: str, result: dict[str, Any], ends: float)
         if not _time_left(shares.mesh, ends):
             break
         try:
-            run = shares.run(*_way(name), direction)
+            run = shares.run(*way_of(name), direction)
             calls = _warm(run, shares.mesh)
         except Exception as error:  # every rank raises it
             result["refused"][name] = reason(error)
@@ -235,13 +230,13 @@ def _turns(runs: dict[str, Run], calls: int, rounds: int, mesh: DeviceMesh) -> d
 def _timed(run: Run, mesh: DeviceMesh, calls: int) -> float:
     """Returns the slowest rank's seconds per call."""
     run()
-    _synchronise(mesh)
+    settle(None)
     dist.barrier()
-    _synchronise(mesh)
+    settle(None)
     began = time.perf_counter()
     for _ in range(calls):
         run()
-    _synchronise(mesh)
+    settle(None)
     return _slowest((time.perf_counter() - began) / calls, mesh)
 
 
@@ -261,17 +256,12 @@ def _memory(run: Run, mesh: DeviceMesh) -> float | None:
     if mesh.device_type != "cuda":
         return None
     run()
-    _synchronise(mesh)
+    settle(None)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
-    _synchronise(mesh)
+    settle(None)
     return _slowest(float(torch.cuda.max_memory_allocated() - before), mesh)
-
-
-def _synchronise(mesh: DeviceMesh) -> None:
-    if mesh.device_type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

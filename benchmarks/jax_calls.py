@@ -29,6 +29,7 @@ from benchmarks.tables import jax_calls
 ROUNDS = 5
 TURN = 0.15
 """Seconds of a turn. An H200 runs the first 20 ms after a wait at a higher clock."""
+in_turns = partial(measure, turn=TURN, rounds=ROUNDS)
 TOKENS = 8192
 HEADS, KV_HEADS = 32, 8
 _CUTS = np.sort(np.random.default_rng(1).choice(np.arange(64, TOKENS - 64), 23, replace=False))
@@ -92,11 +93,6 @@ class Case:
             peers, facts["left_out"], facts["differences"] = ran
             calls |= peers
         return facts | in_turns(calls)
-
-
-def in_turns(calls: Calls) -> Row:
-    """Times calls in a row."""
-    return measure(calls, turn=TURN, rounds=ROUNDS)
 
 
 def _to_torch(array: np.ndarray) -> torch.Tensor:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import SeqInfo
+from benchmarks.measure import reason
 
 Attend = Callable[..., Any]
 """(q, k, v, ids) -> out; arrays are [batch, length, heads, head_dim], ids int32 [batch, length] or None."""
@@ -120,11 +121,10 @@ def programs(
     differences: dict[str, float] = {}
     for name in names or PEERS:
         try:
-            make = PEERS[name]
-            program = jax.jit(_traced(make(options), training))
+            program = jax.jit(_traced(PEERS[name](options), training))
             result = jax.block_until_ready(program(*arrays, options.get("q_segment_ids")))
         except Exception as error:  # the package is missing, refuses the call, or fails in its compiler
-            reasons[name] = f"{type(error).__name__}: {str(error) or 'without a message'}"[:300]
+            reasons[name] = reason(error)
             continue
         ran[name] = partial(program, *arrays, options.get("q_segment_ids"))
         differences[name] = _difference(result, expected)

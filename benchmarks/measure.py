@@ -146,17 +146,9 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": tables.processor(),
         "versions": tables.versions(PACKAGES),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def device_name() -> str:

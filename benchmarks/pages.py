@@ -21,6 +21,7 @@ from benchmarks.tables import pages
 from torch_frontend import append_kv, explain_paged, flash_attn, paged_attention
 
 TURN, ROUNDS, DIM = 0.15, 5, 128
+in_turns = partial(measure, turn=TURN, rounds=ROUNDS)
 GRAPH = 100
 """Calls in a CUDA graph, which shows the GPU's time alone."""
 Dtype = str | None
@@ -92,11 +93,6 @@ class Pool:
         """The bytes of all keys and values in use."""
         sizes = {"num_layers": 1, "kv_heads": self.shape.kv_heads, "head_dim": DIM}
         return int(self.lengths.sum()) * bytes_per_token(dtype=kv_dtype or "bfloat16", **sizes)
-
-
-def in_turns(calls: Calls) -> Row:
-    """Times calls in a row."""
-    return measure(calls, turn=TURN, rounds=ROUNDS)
 
 
 def attending(name: str) -> Row:

@@ -22,28 +22,20 @@ if TYPE_CHECKING:
 FRAMEWORKS = ("torch", "jax")
 
 KNOWN_PACKAGES = (
+    *tables.PACKAGES,
     "numpy",
-    "torch",
-    "triton",
-    "jax",
-    "jaxlib",
     "flax",
-    "jax-tvm-ffi",
     "apache-tvm-ffi",
     "transformers",
     "jax-cuda13-plugin",
     "jax-cuda12-plugin",
-    "flash-attn",
-    "flash-attn-4",
-    "flash-attn-3",
     "tokenspeed-fa3",
     "fa3-fwd",
     "dew-flash-attn-cu13",
     "dew-flash-attn-cu12",
-    "xformers",
     "sageattention",
 )
-"""The packages that this one can use, and whose versions a report names."""
+"""This package and those that it can use: a report names their versions."""
 
 
 def installed() -> tuple[str, ...]:
@@ -61,7 +53,8 @@ def versions() -> dict[str, str | None]:
     """Returns the versions of Python, this package and all packages that it can use; None if not installed."""
     from attn_core import __version__
 
-    return {"python": platform.python_version(), "attn-core": __version__} | tables.versions(KNOWN_PACKAGES)
+    # From the source, because a copy that was not installed has no other version.
+    return {"python": platform.python_version()} | tables.versions(KNOWN_PACKAGES) | {"attn-core": __version__}
 
 
 def devices_of(framework: str) -> tuple[str, ...]:

@@ -67,8 +67,12 @@ class Segment(NamedTuple):
 
     def bounding_box(self, other: Segment) -> Segment:
         """Returns the smallest rectangle that contains both."""
-        (q_start, k_start), (q_stop, k_stop) = map(min, self[::2], other[::2]), map(max, self[1::2], other[1::2])
-        return Segment(q_start, q_stop, k_start, k_stop)
+        return Segment(
+            min(self.q_start, other.q_start),
+            max(self.q_stop, other.q_stop),
+            min(self.k_start, other.k_start),
+            max(self.k_stop, other.k_stop),
+        )
 
 
 class BandedSegment(NamedTuple):

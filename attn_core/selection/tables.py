@@ -122,14 +122,15 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 def device_name(device: str) -> str | None:
     """Returns the name of this machine's processor or GPU; None for a GPU before torch is imported."""
     if device == "cpu":
-        return f"{_processor()}, {os.cpu_count()} cores"
+        return f"{processor()}, {os.cpu_count()} cores"
     torch = sys.modules.get("torch")  # never imported here, because a choice must not load a framework
     if torch is None or not torch.cuda.is_available():
         return None
     return str(torch.cuda.get_device_name())
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Returns the name of this machine's processor; "CPU" if the system does not say it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import timing
 from attn_core.errors import SpecError
+from attn_core.expressions.tracing import Aux
+from attn_core.expressions.tree import from_text
 from attn_core.selection import preference
 from attn_core.selection.cost_model import kind_of_call, sizes_of_call
 from attn_core.selection.whole_file import read_json, write_whole
 from benchmarks.fit.models import HOST_DECIDES, Sample, slowness
-from benchmarks.fit.plain import spec_of
 
 GOALS = {
     "cuda": {"geometric mean": 1.03, "99th percentile": 1.20, "worst": 1.35},
@@ -48,6 +49,9 @@ Samples = dict[tuple[bool, str], dict[int, Sample]]
 HEAD = ("date", "seconds", "versions")
 """The facts of each sweep that merged content keeps."""
 
+FUNCTIONS = "mask_mod", "score_mod"
+"""The fields of a spec that are expressions; plain data has their rows."""
+
 Record = dict[str, Any]
 
 
@@ -59,6 +63,22 @@ class Regret(NamedTuple):
     best: str
     chosen: str
     ratio: float
+
+
+def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the fields of a spec that differ from their defaults, for JSON."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    values |= {name: json.loads(values[name].text) for name in FUNCTIONS if values[name] is not None}
+    return {field.name: values[field.name] for field in fields(spec) if values[field.name] != field.default}
+
+
+def spec_of(plain: dict[str, Any]) -> AttentionSpec:
+    """Inverts ``plain_fields``, also if JSON has turned tuples into lists."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    values |= {name: from_text(json.dumps(plain[name])) for name in FUNCTIONS if plain.get(name) is not None}
+    if "aux" in values:
+        values["aux"] = tuple(Aux(tuple(shape), dtype) for shape, dtype in values["aux"])
+    return AttentionSpec(**values)
 
 
 def read(path: Path) -> dict[str, Any]:

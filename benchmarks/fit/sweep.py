@@ -32,8 +32,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
 from benchmarks.fit.calls import SweepCase, as_called, flops, random_calls
-from benchmarks.fit.plain import plain_fields
-from benchmarks.fit.records import Record, read, right_times, write
+from benchmarks.fit.records import Record, plain_fields, read, right_times, write
 
 MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""

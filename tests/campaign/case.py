@@ -11,7 +11,7 @@ import numpy as np
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from benchmarks.fit.plain import plain_fields, spec_of
+from benchmarks.fit.records import plain_fields, spec_of
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """The tokens of each query document, and of each key document."""

@@ -33,10 +33,10 @@ from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import FEWEST, Fitting
 from benchmarks.fit.models import Sample, _Problem, fit, slowness
-from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import (
     LEAST_WEIGHT,
     measured_records,
+    plain_fields,
     read,
     record_spec,
     regrets,

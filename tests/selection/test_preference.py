@@ -29,7 +29,7 @@ from attn_core.selection.cost_model import Model, kind_of_call, sizes_of_call
 from attn_core.selection.preference import HOST, order, predicted, ranking
 from attn_core.selection.tables import shipped_table
 from benchmarks.fit.calls import LIMITS, flops, random_call, random_calls
-from benchmarks.fit.plain import plain_fields, spec_of
+from benchmarks.fit.records import plain_fields, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(

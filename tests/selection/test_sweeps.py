@@ -19,8 +19,17 @@ from attn_core.selection.tables import table_of
 from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import Fitting, report
-from benchmarks.fit.plain import plain_fields
-from benchmarks.fit.records import GOALS, counts, read, regrets, right_times, summary, together, write
+from benchmarks.fit.records import (
+    GOALS,
+    counts,
+    plain_fields,
+    read,
+    regrets,
+    right_times,
+    summary,
+    together,
+    write,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DATES = ("2020-01-01", "2020-01-02")

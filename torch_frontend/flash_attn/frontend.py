@@ -59,10 +59,11 @@ def _attention_to_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **optio
     plan.check_tensor("q", q)
     plan.check_tensor("k", k)
     # ``attention`` refuses only queries that number the keys, with lengths on the host. It has a short way for others.
-    if torch.compiler.is_compiling() or q.shape[1:2] != k.shape[1:2] or getattr(lengths, "is_cuda", False):
-        return attention(q, k, v, kv_lengths=lengths, **options)
-    every = {**OPTIONS, **options, "layout": "bshd"}
-    return dense_caches.attend(attention, (q, k, v), CacheRows(lengths), every, shifted=True)
+    on_host = not torch.compiler.is_compiling() and not getattr(lengths, "is_cuda", False)
+    if on_host and q.ndim == k.ndim == 4 and q.shape[1] == k.shape[1]:
+        every = {**OPTIONS, **options, "layout": "bshd"}
+        return dense_caches.attend(attention, (q, k, v), CacheRows(lengths), every, shifted=True)
+    return attention(q, k, v, kv_lengths=lengths, **options)
 
 
 def _searchsorted(edges: Tensor, values: Tensor) -> Tensor:
