@@ -10,6 +10,7 @@ from attn_core.backends import Backend, register_backend
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
 from attn_core.call.observe import Counters, counters, log, ranges
+from attn_core.call.padding import Padding
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceError",
     "NoBackendError",
     "PageAllocator",
+    "Padding",
     "PagedKV",
     "Pages",
     "PoolFullError",

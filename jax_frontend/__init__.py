@@ -16,6 +16,7 @@ from jax_frontend.backends import available_backends, use_backend
 from jax_frontend.dispatch.export import export_checks
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.explain import explain, warm_up
+from jax_frontend.padding import repad, unpad
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
@@ -49,10 +50,12 @@ __all__ = [
     "paged_attention",
     "pages_that_fit",
     "pages_of",
+    "repad",
     "run_attention",
     "shard_lengths",
     "shard_sequence",
     "unshard_sequence",
+    "unpad",
     "use_backend",
     "warm_up",
 ]

@@ -18,6 +18,7 @@ from torch_frontend.attention import attention
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.explain import explain, warm_up
+from torch_frontend.padding import repad, unpad
 from torch_frontend.paged.append import append_kv
 from torch_frontend.paged.attention import explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
@@ -42,8 +43,10 @@ __all__ = [
     "paged_attention",
     "pages_that_fit",
     "pages_of",
+    "repad",
     "run_attention",
     "scaled_dot_product_attention",
+    "unpad",
     "use_backend",
     "use_context_parallel",
     "warm_up",

@@ -24,6 +24,7 @@ Make = Callable[[], Any]
 
 NO_FUZZING = {
     "Pages": "a tuple of other objects",
+    "Padding": "a tuple of other objects",
     "Step": "a tuple of other objects",
     "Selection": "a result, which callers do not make",
     "Counters": "a result, as a dict",
@@ -214,6 +215,8 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "merge_states": {
             **{"outs": lambda: [array(_numbers(2, 5, 4, 8))] * 2, "lses": lambda: [array(_numbers(2, 4, 5))] * 2},
         },
+        "unpad": {"attention_mask": ints([1, 1, 0], [0, 1, 1]), "tensors": numbers(2, 3, 4, 8), **plain(total=5)},
+        "repad": {"packed": numbers(1, 4, 4, 8), "padding": lambda: _padding(framework)},
         "attention_qkvpacked": {"mask": numbers(5, 5, dtype="bool"), "bias": numbers(5, 5)},
         "context_parallel_attention": ring,
         "explain_context_parallel": ring,
@@ -252,6 +255,10 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
             **{"bias": numbers(5, 7), "mask": numbers(5, 7, dtype="bool"), **plain(key=None)},
         }
     return own
+
+
+def _padding(framework: str) -> Any:
+    return import_module(f"{framework}_frontend").unpad(np.array([[1, 1, 0], [0, 1, 1]]))[-1]
 
 
 @cache
@@ -455,9 +462,10 @@ def _function(name: str, call: Callable[..., Any], signed: Any, framework: str, 
         return
     if spread is not None:
         inner = call
+        before = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
         def call(**keywords: Any) -> Any:
-            return inner(*[keywords.pop(spread)] if spread in keywords else [], **keywords)
+            return inner(*[keywords.pop(name) for name in (*before, spread) if name in keywords], **keywords)
 
         required.append(spread)
     required += ALWAYS.get(name, ())

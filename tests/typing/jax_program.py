@@ -18,6 +18,8 @@ from jax_frontend import (
     merge_states,
     paged_attention,
     pages_of,
+    repad,
+    unpad,
 )
 
 
@@ -39,6 +41,14 @@ def calls(q: Array, k: Array, v: Array, qkv: Array, flag: bool) -> None:
     assert_type(dot_product_attention(q, k, v, None, None, is_causal=True), Array)
     assert_type(dot_product_attention(q, k, v, scale=0.5, return_residual=True), tuple[Array, Array])
     assert_type(dot_product_attention(q, k, v, return_residual=flag), Array | tuple[Array, Array])
+
+
+def padded(mask: Array, x: Array) -> None:
+    row, padding = unpad(mask, x, total=7)
+    assert_type(row, Array)
+    attention(row, row, row, seq_info=padding.seq_info)
+    assert_type(repad(row, padding), Array)
+    repad(row, mask)  # error: what unpad returned last
 
 
 def decode(q: Array, k_pages: Array, v_pages: Array, table: np.ndarray, lengths: np.ndarray, flag: bool) -> None:

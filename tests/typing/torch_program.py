@@ -18,6 +18,8 @@ from torch_frontend import (
     merge_states,
     paged_attention,
     pages_of,
+    repad,
+    unpad,
 )
 
 
@@ -36,6 +38,14 @@ def calls(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, flag: bool) -> None:
     assert_type(attention_qkvpacked(qkv, causal=True), Tensor)
     assert_type(attention_qkvpacked(qkv, backend=("flex", "math"), return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention_qkvpacked(qkv, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+
+
+def padded(mask: Tensor, x: Tensor) -> None:
+    row, padding = unpad(mask, x, total=7)
+    assert_type(row, Tensor)
+    attention(row, row, row, seq_info=padding.seq_info)
+    assert_type(repad(row, padding), Tensor)
+    repad(row, mask)  # error: what unpad returned last
 
 
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: np.ndarray, lengths: np.ndarray, flag: bool) -> None:
