@@ -36,8 +36,9 @@ def mask(
 ) -> None:
     """Draw which keys each query sees: one line for each query, one column for each key."""
     spec = options.spec()
-    if options.mask:
-        raise SpecError("--mask: expected no random mask, because it would hide the rest of the picture; leave it out")
+    for name in ("mask", "padding", "segment_ids"):
+        if getattr(options, name):
+            raise SpecError(f"{name}=True: expected no random values in a picture; leave it out")
     if spec.q_len * spec.kv_len > LIMIT:
         raise SpecError(f"q_len={spec.q_len}, kv_len={spec.kv_len}: expected at most {LIMIT} pairs to draw")
     info = options.seq_info()

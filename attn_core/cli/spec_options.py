@@ -16,8 +16,10 @@ import typer
 from attn_core import masks
 from attn_core.backends.support import half_dtype
 from attn_core.call.arguments import ONE_ROW, ArrayFacts, Arrays, build_spec
+from attn_core.call.functions import named, trace
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import HEADS_FIRST_HINT, OPTIONS, PLAIN, Option, Options, check_options
+from attn_core.call.segments import Segments, Visible, without_segments
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -96,6 +98,12 @@ class SpecOptions(_Choices):  # type: ignore[misc, valid-type]
     """The options of a command that describe a call. ``spec`` builds an AttentionSpec from them."""
 
     mask: Annotated[bool, _option("--mask", panel=CHOICE, help="Add a random mask (batch, 1, q_len, kv_len).")] = False
+    padding: Annotated[bool, _option("--padding", panel=CHOICE, help="Add a mask of keys (batch, 1, 1, kv_len).")] = (
+        False
+    )
+    segment_ids: Annotated[
+        bool, _option("--segment-ids", panel=CHOICE, help="Add q_segment_ids (batch, q_len), and kv_segment_ids.")
+    ] = False
     key_ranges: Annotated[
         str | None,
         _option(panel=CHOICE, help="A mask of attn_core.masks, e.g. 'shared_prefix(4, [3, 3])'; sets --q-len."),
@@ -182,14 +190,16 @@ class SpecOptions(_Choices):  # type: ignore[misc, valid-type]
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         value_dim = self.head_dim if self.value_dim is None else self.value_dim
         offsets = None if seq_info is None else facts(len(seq_info.cu_seqlens_q), dtype="int32")
-        ranges = self.ranges()
+        ranges, has_mask = self.ranges(), self.mask or self.padding
         if ranges is not None:
             check_values(ranges, q_len)
+        if self.mask and self.padding:
+            raise SpecError("--mask and --padding: expected only one of these options")
         arrays = Arrays(
             q=facts(self.batch, q_len, self.heads, self.head_dim),
             k=facts(self.batch, kv_len, kv_heads, self.head_dim),
             v=facts(self.batch, kv_len, kv_heads, value_dim),
-            mask=facts(self.batch, 1, q_len, kv_len, dtype="bool") if self.mask else None,
+            mask=facts(self.batch, 1, q_len if self.mask else 1, kv_len, dtype="bool") if has_mask else None,
             bias=facts(1, self.heads, q_len, kv_len) if self.bias else None,
             alibi_slopes=facts(self.heads, dtype="float32") if self.alibi else None,
             sinks=facts(self.heads, dtype="float32") if self.sinks else None,
@@ -200,7 +210,25 @@ class SpecOptions(_Choices):  # type: ignore[misc, valid-type]
         options = Options(**{name: getattr(self, name) for name in PLAIN})._replace(window=_window(self.window))
         if seq_info is not None:
             options = options._replace(max_len_q=seq_info.max_len_q, max_len_k=seq_info.max_len_k)
+        if self.segment_ids:
+            mask_mod, ids = _segments(arrays, seq_info)
+            arrays = arrays._replace(**named([facts(*each.shape, dtype="int32") for each in ids]))
+            options = options._replace(mask_mod=mask_mod)
         return build_spec(arrays, check_options(options), needs_backward=self.backward or needs_backward)
+
+
+def _segments(arrays: Arrays, seq_info: SeqInfo | None) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the mask function of segment ids, and one array of them if queries and keys are equally many, else two.
+
+    Raises:
+        SpecError: beside packed documents.
+    """
+    shapes = arrays.q.shape, arrays.k.shape
+    queries, keys = (np.broadcast_to(np.int32(0), shape[:2]) for shape in shapes)  # of any length without memory
+    ids = Segments(queries, queries if keys.shape == queries.shape else keys)
+    visible = without_segments(ids, Visible(False, None, None, ()), shapes, {"seq_info": seq_info})
+    mask_mod, _, aux = trace(visible.mask_mod, None, ())
+    return mask_mod, aux
 
 
 def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
@@ -272,6 +300,7 @@ _WORDS = {
     HEADS_FIRST_HINT: "change --heads or --kv-heads",
     "cast q, k and v to one of them": "name one by --dtype",
     f"reshape to {ONE_ROW} if no row has padding, else keep the tokens alone: q[keep][None]": "leave --batch out",
+    "seq_info: expected None with q_segment_ids": "--segment-ids: expected no packed documents",
     "seq_info.cu_seqlens_q:": "--cu-seqlens:",
     "lengths_q:": "--lengths:",
     "lengths_k:": "--kv-lengths:",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.functions import AUX, KINDS, named
+from attn_core.call.functions import AUX, KINDS, has_functions, named
 from attn_core.call.options import ON_PAGES, PLAIN
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
@@ -134,7 +134,7 @@ def arrays_of_call(trial: Trial) -> tuple[str, ...]:
 def is_plain(spec: AttentionSpec) -> bool:
     """Returns whether a call has only features that a framework's own function may have arguments for."""
     special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
-    return not (special or spec.key_ranges_shape is not None or spec.return_lse)
+    return not (special or spec.key_ranges_shape is not None or has_functions(spec) or spec.return_lse)
 
 
 def dtype_of(trial: Trial, name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from attn_core.backends.shared.caches import from_records
+from attn_core.call.functions import has_functions
 from attn_core.call.kinds import check_kind
 from attn_core.call.masks import band
 from attn_core.call.options import check_number
@@ -141,6 +142,11 @@ def check_spec(spec: AttentionSpec, bands: Bands = None) -> None:
     """Raises SpecError for an argument of ``attention`` that context parallelism does not support."""
     if spec.key_ranges_shape is not None and bands is None:
         raise SpecError("key_ranges: expected none in context parallelism, where every rank would need others")
+    if has_functions(spec):
+        raise SpecError(
+            "mask_mod, score_mod, segment ids: expected none in context parallelism, where every rank would need "
+            "others; use causal, window, seq_info and key_ranges"
+        )
     check_supported(spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.dropout)
 
 

@@ -204,6 +204,8 @@ def test_a_device_that_does_not_exist_is_refused_with_the_list() -> None:
         (["--cu-seqlens", "0,3000000000"], "--cu-seqlens=0,3000000000: expected offsets of at most 2147483647"),
         (["--kv-lengths", "3,4"], "--kv-lengths: expected --lengths as well"),
         (["--documents", "0"], "--documents=0: expected at least 1"),
+        (["--mask", "--padding"], "--mask and --padding: expected only one of these options"),
+        (["--segment-ids", "--documents", "2"], "--segment-ids: expected no packed documents, because both say"),
     ],
 )
 def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:
@@ -228,6 +230,9 @@ def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) 
         ({"window": "none,3"}, {"window": (None, 3)}),
         ({"window": "5,"}, {"window": (5, None)}),
         ({"mask": True, "batch": 3, "q_len": 2}, {"mask_shape": (3, 1, 2, 2)}),
+        ({"padding": True, "batch": 3, "q_len": 2, "kv_len": 5}, {"mask_shape": (3, 1, 1, 5)}),
+        ({"segment_ids": True, "batch": 3, "q_len": 2}, {"aux": (((3, 2), "int32"),), "mask_shape": None}),
+        ({"segment_ids": True, "q_len": 2, "kv_len": 5}, {"aux": (((1, 2), "int32"), ((1, 5), "int32"))}),
         ({"bias": True, "q_len": 2}, {"bias_shape": (1, 8, 2, 2)}),
         ({"alibi": True, "sinks": True}, {"alibi_shape": (8,), "sinks": True}),
         ({"lengths": "3,0,5"}, {"q_len": 8, "kv_len": 8, "documents": 3, "max_len_q": 5, "max_len_k": 5}),
@@ -256,9 +261,8 @@ def test_defaults_fill_only_what_the_options_leave_open() -> None:
 def test_every_field_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
     elsewhere["paged"] = None  # fields of explain_paged, which each frontend has
-    elsewhere |= dict.fromkeys(
-        ("mask_mod", "score_mod", "aux", "aux_gradients"), None
-    )  # Python functions, and their arrays
+    elsewhere |= {"mask_mod": "segment_ids", "aux": "segment_ids"}
+    elsewhere |= {"score_mod": None, "aux_gradients": None}  # a Python function, and the gradients of its arrays
     elsewhere["partial"] = None  # fields of the tiles that context-plan shows, never of a user's call
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
@@ -267,6 +271,25 @@ def test_every_field_of_the_spec_has_an_option() -> None:
     for name in attn_core.AttentionSpec.__dataclass_fields__:
         option = elsewhere.get(name, renamed.get(name, name))
         assert option is None or option in SpecOptions.__dataclass_fields__, name
+
+
+def test_explain_answers_for_segment_ids_as_the_frontend_does() -> None:
+    torch, frontend = pytest.importorskip("torch"), pytest.importorskip("torch_frontend")
+    q, ids = torch.zeros(2, 5, 4, 8), torch.zeros(2, 5, dtype=torch.int32)
+    expected = frontend.explain(q, q, q, causal=True, q_segment_ids=ids).spec
+    assert SpecOptions(batch=2, q_len=5, heads=4, head_dim=8, causal=True, segment_ids=True).spec() == expected
+    lines = on_80_columns("explain", "--segment-ids", "--causal", "--device", "h100", "--assume-installed")
+    assert "  flash2          mask_mod: the FlashAttention 2 kernel has none" in lines
+
+
+def test_no_strategy_shares_a_call_with_segment_ids() -> None:
+    done = attn("context-plan", "--segment-ids")
+    assert done.exit_code == 2 and "segment ids: expected none in context parallelism" in done.stderr
+
+
+def test_the_frameworks_own_functions_are_no_peers_of_a_call_with_functions() -> None:
+    assert trial.is_plain(SpecOptions(padding=True).spec())
+    assert not trial.is_plain(SpecOptions(segment_ids=True).spec())
 
 
 # mask
@@ -295,7 +318,7 @@ def test_mask_writes_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--mask"], ["--q-len", "100000"]])
+@pytest.mark.parametrize("arguments", [["--mask"], ["--padding"], ["--segment-ids"], ["--q-len", "100000"]])
 def test_mask_refuses_calls_that_it_cannot_draw(arguments: list[str]) -> None:
     assert attn("mask", *arguments).exit_code == 2
 
@@ -385,8 +408,12 @@ def test_a_device_that_fails_ends_a_command_with_one_line(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--lengths", "3,0,5", "--kv-lengths", "4,2,5"], ["--mask", "--bias", "--alibi", "--sinks", "--return-lse"]],
-    ids=["packed", "added"],
+    [
+        ["--lengths", "3,0,5", "--kv-lengths", "4,2,5"],
+        ["--mask", "--bias", "--alibi", "--sinks", "--return-lse"],
+        ["--padding", "--segment-ids", "--q-len", "7"],
+    ],
+    ids=["packed", "added", "padded"],
 )
 def test_compare_takes_every_kind_of_tensor(arguments: list[str]) -> None:
     pytest.importorskip("torch")
