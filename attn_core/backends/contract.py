@@ -139,11 +139,11 @@ class Timing:
             ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24, less JAX's own time for
             such a call. Most ran without XLA's autotuning, which compiles for minutes.
         in_xla: the same if XLA launches the kernels itself.
-        beside_table: the share of the model's time that a causal call with a mask or bias takes.
         behind: a backend that it never ranks before, because where both run a call, it was never faster.
         behind_without_time: the same for calls of which it has no predicted time.
-        model_of: the backends whose models it has: those of its kernel, or of one that was about as fast; None for
-            models of its own.
+        model_of: the backends whose models it has: those of its kernel, or of one that is slower or faster by about
+            the same factor whatever the call; None for models of its own.
+        of_model: these factors, of the host and of the device.
     """
 
     caution: float = 1.0
@@ -152,10 +152,10 @@ class Timing:
     new_length: float = 0.0
     in_callback: tuple[float, float] = (125.0, 600.0)
     in_xla: tuple[float, float] = (10.0, 20.0)
-    beside_table: float = 1.0
     behind: str | None = None
     behind_without_time: str | None = None
     model_of: tuple[str, str] | None = None
+    of_model: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

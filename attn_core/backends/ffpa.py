@@ -10,8 +10,9 @@ kernels without atomics, so all results have equal bits on every run. Packed off
 the package asserts on the device: ``_offsets`` adds two documents for tokens behind the last one. A tile of keys may
 reach into the next packed document: those keys have weight 0, but 0 * NaN is NaN.
 
-It runs by name only. On an H200 74 of its 76 tests passed; in the two longest, which compile some 20 kernels in one
-process, CUDA refused a launch (cudaErrorInvalidValue), and in one of them every later launch. We do not know why.
+Automatic choice takes it for heads wider than 256 alone. On 2026-11-30 CUDA refused a launch (cudaErrorInvalidValue) in
+two of its tests on an H200, and in one of them every later launch. We do not know why, and did not see it again: on
+2026-12-01 all 85 tests passed there.
 
 No function here synchronises or records a graph: the kernels get detached tensors.
 Upstream: ffpa-attn 0.2.4 (https://github.com/xlite-dev/ffpa-attn), ``ffpa_attn.cute``. It pins older versions of
@@ -26,7 +27,7 @@ from functools import lru_cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from attn_core.backends.contract import Backend, Buffers
+from attn_core.backends.contract import Backend, Buffers, Timing
 from attn_core.backends.shared import first_calls, kernel_limits, rewrites
 from attn_core.backends.shared.caches import cached_once
 from attn_core.backends.shared.readable import copied, readable, writable
@@ -58,6 +59,9 @@ FORWARD = Support(
     lse_gradient=True,
 )
 BACKWARD = replace(FORWARD, window=False)
+
+NARROW = 256
+"""Heads up to this width have faster kernels."""
 
 WIDTHS = (320, 384, 448, 512)
 """The widths that we run the kernels at. Between them they pad in shared memory, which we have not tried."""
@@ -203,6 +207,15 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     writes_into=("forward", "backward"),
-    # No rank, so it runs by name only: see the docstring.
+    modelled=lambda spec: max(spec.head_dim, spec.value_dim) > NARROW,
+    preference={"cuda": 75},
+    # Beside flash4's models, which their widths extend: medians of 20 calls on an H200 on 2026-12-01. In JAX Python calls
+    # it.
+    timing=Timing(
+        model_of=("flash4", "flash4"),
+        of_model=(3.3, 1.75),
+        in_callback=(500.0, 1300.0),
+        behind_without_time="sdpa_efficient",
+    ),
     reaches_next_document=True,
 )

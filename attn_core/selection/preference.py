@@ -203,8 +203,9 @@ def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...
     found: list[Candidate] = []
     for (name, caution), (host, *rates) in zip(cautions.items(), models.of_kind(kind) if cautions else ()):
         backend = backends.load(name, where)
-        host = host * weight + grows * backend.timing.new_length
-        found.append(Candidate(len(found), name, backend, caution, host, tuple(rates)))
+        of_host, of_device = backend.timing.of_model
+        host = host * of_host * weight + grows * backend.timing.new_length
+        found.append(Candidate(len(found), name, backend, caution, host, tuple(rate * of_device for rate in rates)))
     return tuple(found)
 
 
@@ -317,8 +318,6 @@ def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionS
     backend, caution, host_in_torch = candidate.backend, candidate.caution, candidate.host
     timing, training = backend.timing, spec.needs_backward
     has_table = spec.mask_shape is not None or spec.bias_shape is not None
-    if spec.causal and has_table:
-        device_time *= timing.beside_table
     slowest = timing.in_callback[training] + has_table * CALLBACK_TABLE[training]
     if device_time >= max(caution * slowest, 2 * host_in_torch):
         return device_time  # the device surely takes longer than the host

@@ -23,6 +23,7 @@ from attn_core import AttentionSpec, Target, backends, explain
 from attn_core.backends import ffpa
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.tensors import Inputs
+from attn_core.selection import preference
 
 math: Any = backends.load("math")
 
@@ -90,17 +91,29 @@ def test_the_widths() -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_it_runs_by_name_only(trained: bool, framework: str) -> None:
-    spec = replace(SPEC, q_len=4096, kv_len=4096, causal=True, needs_backward=trained)
-    target = Target(framework, "sm90")
-    assert explain(spec, target).backend != "ffpa" and explain(spec, target, "ffpa").backend == "ffpa"
+def test_it_runs_long_rows_of_wide_heads(trained: bool, framework: str) -> None:
+    wide = replace(SPEC, q_len=4096, kv_len=4096, causal=True, needs_backward=trained)
+    assert explain(wide, Target(framework, "sm90")).backend == "ffpa"
+    short = replace(wide, q_len=64, kv_len=64)
+    assert explain(short, Target(framework, "sm90")).backend in ("sdpa_efficient", "jax_xla")
 
 
-def test_training_of_wide_heads_in_jax_is_jaxs_own() -> None:
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_it_ranks_behind_the_kernels_of_narrow_heads(width: int, trained: bool, framework: str) -> None:
+    spec = replace(SPEC, q_len=4096, kv_len=4096, head_dim=width, value_dim=width, needs_backward=trained)
+    ranked = preference.order(spec, framework, "sm90")
+    assert ranked.index("ffpa") > ranked.index("sdpa_efficient")
+    assert "ffpa" not in preference.predicted(spec, framework, "sm90")
+
+
+def test_training_of_wide_heads_in_jax_without_the_package_is_jaxs_own() -> None:
     """Which took a quarter of the time of ``sdpa_efficient``; forwards took as long."""
     spec = replace(SPEC, q_len=2048, kv_len=2048, causal=True)
-    assert explain(spec, Target("jax", "sm90")).backend == "sdpa_efficient"
-    assert explain(replace(spec, needs_backward=True), Target("jax", "sm90")).backend == "jax_xla"
+    target = Target("jax", "sm90", unavailable=(("ffpa", "not installed"),))
+    assert explain(spec, target).backend == "sdpa_efficient"
+    assert explain(replace(spec, needs_backward=True), target).backend == "jax_xla"
 
 
 # Whole calls, with a stand-in for the entry points
