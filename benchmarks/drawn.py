@@ -42,7 +42,7 @@ GRAPHED = 10
 TURN = 0.004
 KERNELS = ("math", "flash", "efficient", "cuDNN")
 """torch's kernels in the order of its numbers."""
-SLOW = ("flex", "math", "xformers", "triton_ordered")
+SLOW = ("ffpa", "flex", "math", "xformers", "triton_ordered")
 """Backends that compile for seconds, or never win."""
 
 

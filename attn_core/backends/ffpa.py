@@ -212,6 +212,7 @@ BACKEND = Backend(
     # Beside flash4's models, which their widths extend: medians of 20 calls on an H200 on 2026-12-01. In JAX Python calls
     # it.
     timing=Timing(
+        compiles_for_seconds=True,
         model_of=("flash4", "flash4"),
         of_model=(3.3, 1.75),
         in_callback=(500.0, 1300.0),

@@ -159,6 +159,10 @@ class Sweep:
             entries["math"] = {"skipped": f"{scores:.1e} scores, all of which it stores; other backends run this case"}
         every = FLEX_EVERY[self.target.kind]
         needed = not any(name in able for name in INSTEAD_OF_FLEX) and case.number % every == 0
+        for name in able:
+            kernel = backends.load(name, self.target.kind)
+            if kernel.timing.compiles_for_seconds and not kernel.modelled(spec):
+                entries[name] = {"skipped": "compiles for seconds; other kernels have heads of this width"}
         if "flex" in able and not (needed or able == ["flex"]):
             entries["flex"] = {
                 "skipped": f"compiles for seconds; timed in one of {every} calls, if the others are slow"

@@ -7,7 +7,7 @@ import pytest
 from attn_core import backends
 from attn_core.backends import ANY
 
-CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "flex")
+CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "ffpa", "flex")
 PAGED = ("flash3", "flash4", "flash2", "triton_splitkv")
 USUAL = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),

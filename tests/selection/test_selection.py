@@ -595,7 +595,8 @@ def test_the_explanation_on_a_gpu() -> None:
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
             "  xformers        softcap=50.0: xformers has none\n"
             "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none\n"
-            "10 others cannot run it on sm90; every reason: selection.text(everything=True)"
+            "  ffpa            softcap=50.0: the FFPA kernel has none\n"
+            "9 others cannot run it on sm90; every reason: selection.text(everything=True)"
         )
 
 
