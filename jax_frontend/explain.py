@@ -16,7 +16,7 @@ from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import NoBackendError, Selection, override
+from attn_core.selection import NoBackendError, Selection, override, with_function
 from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.bridge import targets
@@ -65,7 +65,7 @@ def explain(
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
     spec = plan.spec(plan.metadata(inputs), device, plain, needs_backward=trains, bias_gradient=bias_gradient)
-    selection = plan.explanation(spec, device, requested)
+    selection = with_function(plan.explanation(spec, device, requested), plain.mask_mod)
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     value_checks.check_tables(selection.spec, info, inputs.key_ranges)
     # Few programs need the two modules, and a fifth of the package loads with them.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.kinds import check_int32, is_number
-from attn_core.call.masks import without_idle_sides
+from attn_core.call.masks import with_band_of_function, without_idle_sides
 from attn_core.call.options import EXCHANGED_HINT, HEADS_FIRST_HINT, PLAIN, Options
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, LayoutWarning, ShapeError, SpecError
@@ -97,6 +97,8 @@ def build_spec(
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     if not packed:
         warn_of_heads_first(q, k)
+        anchored, has_aux = arrays.alibi_slopes is not None, arrays.aux0 is not None
+        options = with_band_of_function(options, q_len, k[1], anchored=anchored, has_aux=has_aux)
         options = without_idle_sides(options, q_len, k[1])
     plain: dict[str, Any] = {name: getattr(options, name) for name in PLAIN}
     return AttentionSpec(

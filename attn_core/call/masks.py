@@ -16,6 +16,8 @@ from attn_core.call.kinds import is_number
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Array
+from attn_core.expressions import recognition
+from attn_core.expressions.tree import Expression
 
 FAR = 2**30
 """A distance beyond the end of any row. Kernels add positions to it in int32, so it must stay far below 2**31."""
@@ -105,6 +107,55 @@ def without_idle_sides(options: Options, q_len: int, kv_len: int) -> Options:
     if left is None and right == 0:
         return options._replace(causal=True, window=(None, None))
     return options._replace(window=(left, right))
+
+
+def with_band_of_function(options: Options, q_len: int, kv_len: int, *, anchored: bool, has_aux: bool) -> Options:
+    """Returns the options of a dense call, in which causal and window say what terms of the mask function said.
+
+    Any kernel then runs ``q >= k``, and one that takes functions computes fewer terms. A call with ``invariant`` keeps
+    its function, because what is recognised depends on the lengths.
+
+    Args:
+        options: with the window as a pair.
+        q_len, kv_len: ints; the options stay as they are if one is a symbol.
+        anchored: whether the call has slopes, which its alignment anchors, too.
+        has_aux: whether it has aux arrays, which it cannot have without a function.
+    """
+    if options.mask_mod is None or options.invariant is not None or not (is_number(q_len) and is_number(kv_len)):
+        return options
+    found = recognition.split(options.mask_mod)
+    is_unused = has_aux and found.rest is None and options.score_mod is None
+    if found.least is found.most is None or is_unused:
+        return options
+    is_free = not (options.causal or anchored or options.window != (None, None))
+    alignments = [options.alignment]
+    if is_free and q_len != kv_len:
+        alignments += ["top_left", "bottom_right"]
+    left, right = options.window  # type: ignore[misc]
+    ways: list[Options] = []
+    for alignment in alignments:
+        offset = kv_len - q_len if alignment == "bottom_right" else 0
+        before = left if found.least is None else offset - found.least
+        after = right if found.most is None else found.most - offset
+        if (before or 0) < 0 or (after or 0) < 0:  # a window has no such distances
+            continue
+        sides = _nearest(left, before), _nearest(right, after)
+        ways.append(options._replace(alignment=alignment, window=sides, mask_mod=found.rest))
+    # More kernels have causal than have any other band.
+    return min(ways, key=lambda way: way.window[1] != 0, default=options)  # type: ignore[index]
+
+
+def recognised(function: Expression | None, spec: AttentionSpec) -> str | None:
+    """Returns in words what a spec says in place of terms of the call's mask function; None if it says nothing."""
+    if function is None or function == spec.mask_mod:
+        return None
+    band = "causal" if spec.causal else f"window={spec.window}" if spec.window != (None, None) else "no mask"
+    rest = "" if spec.mask_mod is None else ", and other terms, which stay a function"
+    return f"a band, which runs as {band}{rest}"
+
+
+def _nearest(*distances: int | None) -> int | None:
+    return min((distance for distance in distances if distance is not None), default=None)
 
 
 def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:

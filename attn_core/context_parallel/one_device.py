@@ -43,7 +43,8 @@ def described(selection: Selection, key_ranges: np.ndarray | None, aux: Sequence
     spec, target = selection.spec, selection.target
     if spec.symbolic or spec.empty:
         return selection
-    blocks = _blocks(spec, key_ranges, aux)
+    is_masked = key_ranges is not None or spec.mask_mod is not None or selection.mask_mod is not None
+    blocks = _blocks(spec, key_ranges, aux) if is_masked else None
     if blocks is not None:
         share = f"{blocks[0]} of {blocks[1]} blocks of 128 queries and keys have a visible pair"
         selection = replace(selection, mask=f"{share} ({blocks[0] / blocks[1]:.0%})")
@@ -106,8 +107,8 @@ def _blocks(spec: AttentionSpec, key_ranges: np.ndarray | None, aux: Sequence[An
     """Returns how many blocks of the scores a mask leaves, and how many there are; None if that is not known here."""
     if spec.packed or spec.mask_shape is not None:  # they hide further blocks
         return None
-    if spec.mask_mod is None:
-        return None if key_ranges is None else visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
+    if spec.mask_mod is None and key_ranges is not None:
+        return visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
     heads = spec.num_heads if reads(spec, "h") or key_ranges is not None else 1
     batch = spec.batch if reads(spec, "b") or key_ranges is not None else 1
     if batch * heads * spec.q_len * spec.kv_len > MOST_VALUES or len(aux) != len(spec.aux):

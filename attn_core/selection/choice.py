@@ -8,15 +8,17 @@ the same function, ``reasons_of``, so they cannot disagree.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attn_core import backends
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
+from attn_core.call.masks import recognised
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec, describe_pages
+from attn_core.expressions.tree import Expression
 from attn_core.selection import forward_mode, preference
 from attn_core.selection.columns import NO_BREAK, wrapped
 from attn_core.selection.published import Figures
@@ -55,6 +57,7 @@ class Selection:
         backend: the chosen backend, or None.
         program_faults: why this installation cannot build the kernels that XLA would launch. Only an attempt shows it.
         mask: how much of the scores the call's mask leaves, if its values are on the host.
+        mask_mod: what the call says in place of terms of its mask function; None if it says nothing.
         parts: how kernels without key ranges compute the call's in parts; None if one kernel computes them.
         max_logit: what computes the largest logits; None if the call does not return them.
     """
@@ -65,6 +68,7 @@ class Selection:
     backend: str | None
     program_faults: Reasons = ()
     mask: str | None = None
+    mask_mod: str | None = None
     parts: str | None = None
     max_logit: str | None = None
 
@@ -175,6 +179,12 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
     if requested is None:
         vars(selection)["automatic"] = candidates  # so that nobody computes it again
     return selection
+
+
+def with_function(selection: Selection, function: Expression | None) -> Selection:
+    """Returns the explanation of a call that has a mask function, with what the spec says in place of its terms."""
+    words = recognised(function, selection.spec)
+    return selection if words is None else replace(selection, mask_mod=words)
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
@@ -297,6 +307,7 @@ def _head(selection: Selection, everything: bool) -> list[str]:
         "parts": selection.parts,
         "lane": f"{lane[0]}: {'; '.join(lane[1])}" if lane is not None and lane[1] else None,
         "mask": selection.mask,
+        "mask_mod": selection.mask_mod,
         "pages": describe_pages(spec),
         "same bits": preference.describe_same_bits(spec, selection.backend, target.kind),
         "max_logit": selection.max_logit,

@@ -14,6 +14,7 @@ from attn_core.backends.flash4 import block_tables, functions, masked, own_kerne
 from attn_core.backends.flash4.versions import NEWER
 from attn_core.backends.shared import first_calls
 from attn_core.backends.support import Build, limit_to_build
+from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from tests.campaign.functions import MASKS, SCORES, fields_of
 
@@ -147,6 +148,24 @@ def test_blocks_of_a_mask_function(name: str, axes: tuple[int, int], monkeypatch
     numbers = [scalar.value for scalar in scalars]
     assert lengths == [200, 300]
     assert numbers == [number for array in arrays for number in (array.data_ptr(), *array.shape)]
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (2, 1), (2**31 - 1, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_band_becomes_a_part_of_the_function(alignment: str, window: Any, causal: bool) -> None:
+    """Where it does not move with the lengths, which would compile a kernel for each."""
+    for q_len, kv_len in ((9, 9), (9, 12)):
+        fields = fields_of("by row and head", None, (2, 4, q_len, kv_len))
+        options = {"alignment": alignment, "window": window, "causal": causal}
+        spec = spec_of(**fields, **options, q_len=q_len, kv_len=kv_len)
+        arrays = [np.arange(np.prod(entry.shape)).reshape(entry.shape) % 3 for entry in spec.aux]
+        found = masked.with_band_in_function(spec)
+        np.testing.assert_array_equal(visible(found, aux=arrays), visible(spec, aux=arrays))
+        stays = q_len != kv_len and alignment == "bottom_right"
+        assert block_tables.has_spans(found) == (stays and block_tables.has_spans(spec))
+        ranges = replace(spec, key_ranges_shape=(1, 1, kv_len, 1, 2))
+        assert masked.with_band_in_function(ranges) == ranges
 
 
 # On a GPU: against the float64 reference

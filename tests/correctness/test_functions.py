@@ -26,7 +26,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, NoBackendError, ShapeError, SpecError, masks
 from attn_core.call.functions import aux_of
-from attn_core.expressions import ExpressionError, alibi, causal, lookup, softcap, tanh, trace_mask, where
+from attn_core.expressions import ExpressionError, alibi, causal, lookup, prefix_lm, softcap, tanh, trace_mask, where
 from tests.campaign.functions import MASKS, SCORES, fields_of
 
 pytestmark = pytest.mark.sampled
@@ -359,7 +359,7 @@ def test_bad_arguments_are_named(name: str, framework: Framework) -> None:
 def test_other_kernels_refuse_functions_by_name() -> None:
     with pytest.raises(NoBackendError, match="mask_mod: the aten CPU flash kernel has none"):
         q = torch.zeros(1, 3, 1, 8)
-        torch_frontend.attention(q, q, q, mask_mod=causal(), backend="sdpa_flash")
+        torch_frontend.attention(q, q, q, mask_mod=prefix_lm(1), backend="sdpa_flash")
 
 
 def test_arrays_beside_the_tensors_are_named() -> None:
@@ -393,9 +393,9 @@ def test_a_score_may_hide_all_keys_of_a_row() -> None:
 
 def test_a_call_prints_its_formulas() -> None:
     q = torch.zeros(1, 4, 1, 8)
-    found = torch_frontend.explain(q, q, q, mask_mod=lambda b, h, q, k: k <= q + 1, score_mod=softcap(5.0))
+    found = torch_frontend.explain(q, q, q, mask_mod=lambda b, h, q, k: k <= q + h, score_mod=softcap(5.0))
     text = found.text(everything=True).replace("\n    ", " ")
-    assert found.backend == "math" and "mask_mod=k <= (q + 1)" in text and "score_mod=5.0 * tanh" in text
+    assert found.backend == "math" and "mask_mod=k <= (q + h)" in text and "score_mod=5.0 * tanh" in text
     assert "flash2" in text and "mask_mod" in str(found.spec)
     assert aux_of(make_call(1, **SIZES, **CALLS["documents"]).inputs)[0].shape == (12,)
 

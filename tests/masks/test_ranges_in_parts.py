@@ -666,7 +666,7 @@ def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.Monk
         ({"mask_mod": lambda b, h, q, k: q >= k, "window": (127, 0)}, "7 of 16"),
         ({"mask_mod": lambda b, h, q, k: q >= k + 128 * h}, "20 of 64"),
         ({"mask_mod": lambda b, h, q, k, of: of[q] == of[k], "aux": (np.arange(512) // 128,)}, "4 of 16"),
-        ({"mask_mod": lambda b, h, q, k: q >= k, "key_ranges": masks.documents([256, 256])}, "24 of 64"),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "key_ranges": masks.documents([256, 256])}, "6 of 16"),
         ({"mask_mod": lambda b, h, q, k: q >= k, "bias": np.zeros((1, 4, 512, 512), np.float32)}, "10 of 16"),
         ({"mask_mod": lambda b, h, q, k: q >= k, "alibi_slopes": np.ones((1, 4), np.float32)}, "10 of 16"),
         ({"score_mod": lambda score, b, h, q, k: score * 2}, None),

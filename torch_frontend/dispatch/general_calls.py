@@ -16,7 +16,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
-from attn_core.selection import NoBackendError, Selection, override
+from attn_core.selection import NoBackendError, Selection, override, with_function
 from attn_core.selection.row_maximum import with_max_logit
 from torch_frontend.dispatch import (
     autocast,
@@ -142,6 +142,7 @@ def explain(
     requested = requested_names(given["backend"]) or override.requested()
     gradients = needs, bias_gradient and needs
     selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
+    selection = with_function(selection, options.mask_mod)
     selection = with_max_logit(selection) if with_maximum else selection
     run_plan.check_host_values(selection.spec, inputs)
     tables = inputs.key_ranges, *aux_of(inputs)

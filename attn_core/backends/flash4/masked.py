@@ -2,13 +2,16 @@
 
 Ranges and mask functions run through block tables: the kernel skips the blocks that nothing shows, and calls the mask
 function in blocks that are partly visible. Its mask functions replace causal and window, so the band of such a call is
-cut into its ranges. The tables of the queries serve the forward, those of the keys the backward.
+cut into its ranges, or becomes a part of its function. The tables of the queries serve the forward, those of the keys
+the backward.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: block_sparsity.py, block_sparse_utils.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,11 @@ from attn_core.backends.flash4 import block_tables, functions, own_kernels
 from attn_core.backends.flash4.own_kernels import Lane
 from attn_core.backends.shared.caches import made_from
 from attn_core.call.functions import named, slope
+from attn_core.call.masks import FAR
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.expressions.building import build, constant
+from attn_core.expressions.tree import Expression
 
 if TYPE_CHECKING:
     import jax
@@ -37,6 +43,25 @@ def by_blocks(spec: AttentionSpec) -> bool:
 def is_plain(spec: AttentionSpec) -> bool:
     """Returns whether the call has neither ranges nor functions, so that nothing of this module concerns it."""
     return spec.key_ranges_shape is None and spec.mask_mod is None and spec.score_mod is None
+
+
+@lru_cache(maxsize=256)
+def with_band_in_function(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a call with its band as a part of the mask function: a comparison, where spans are read from memory.
+
+    A band that depends on the lengths stays, because a function with other numbers is another kernel.
+    """
+    moves = spec.alignment == "bottom_right" and spec.q_len != spec.kv_len
+    left, right = spec.window[0], 0 if spec.causal else spec.window[1]
+    if spec.mask_mod is None or spec.key_ranges_shape is not None or moves or left is right is None:
+        return spec
+    tree, q, k = spec.mask_mod, Expression("q", "int"), Expression("k", "int")
+    # Distances beyond every row hide nothing, and would not fit in 32 bits.
+    if right is not None:
+        tree = build("and", build("less_equal", k, build("add", q, constant(min(right, FAR)))), tree)
+    if left is not None:
+        tree = build("and", build("less_equal", q, build("add", k, constant(min(left, FAR)))), tree)
+    return replace(spec, causal=False, window=(None, None), mask_mod=tree, invariant=None)
 
 
 def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
@@ -67,7 +92,7 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
     """Returns the keywords of a call's score function in a direction; of its softcap, too."""
     if spec.score_mod is None:
         return {}
-    spans = by_blocks(spec) and block_tables.has_spans(spec)
+    spans = by_blocks(spec) and block_tables.has_spans(with_band_in_function(spec))
     arrays = functions.arrays_of(spec)
     inside = tuple(functions.inside_of(tree, spec) for tree in (spec.score_mod, slope(spec.score_mod)))
     score = functions.score_functions(spec.score_mod, spec.softcap, spans, arrays, spec.packed, inside)
@@ -92,6 +117,7 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Lane = own_ke
     arrays = functions.aux_tensors(inputs) if spec.aux else []
     if not by_blocks(spec):
         return tuple(arrays)
+    spec = with_band_in_function(spec)
 
     def make() -> tuple[Tensor, ...]:
         states = None if spec.mask_mod is None else block_tables.states(spec, arrays, inputs.q.device, lane)
@@ -123,6 +149,7 @@ def tensor_keywords(spec: AttentionSpec, tensors: tuple[Tensor, ...], lane: Lane
         return {"aux_scalars": functions.scalars_of(spec, tensors, lane)}
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
+    spec = with_band_in_function(spec)
     blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
     scalars = functions.scalars_of(spec, tensors[4:], lane, block_tables.has_spans(spec))
     return {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec), "aux_scalars": scalars}
