@@ -209,8 +209,7 @@ BACKEND = Backend(
     writes_into=("forward", "backward"),
     modelled=lambda spec: max(spec.head_dim, spec.value_dim) > NARROW,
     preference={"cuda": 75},
-    # Beside flash4's models, which their widths extend: medians of 20 calls on an H200 on 2026-12-01. In JAX Python calls
-    # it.
+    # Beside flash4's models, extended to its widths: 19 calls on H200s on 2026-11-30 and 2026-12-01. JAX calls Python.
     timing=Timing(
         compiles_for_seconds=True,
         model_of=("flash4", "flash4"),

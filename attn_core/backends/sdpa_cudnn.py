@@ -2,9 +2,10 @@
 
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
 windows, softcap, ALiBi, dropout or packed documents, and no gradient of a bias. A boolean mask becomes an additive one
-of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. Beside them causal from the top
-left stays the kernel's own, and another band becomes part of them. ``shared.rewrites`` adds other head dims, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in
-any order, so equal bits are not claimed.
+of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. Beside a mask or bias, causal from
+the top left is the kernel's own, and another band becomes part of the bias. ``shared.rewrites`` adds other head dims,
+sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in any order, so
+equal bits are not claimed.
 Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections:
 ``zero_for_empty_rows`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we
 promise, these rows are shown every key and their results discarded. The backward gets out and dout in the layout in
