@@ -15,7 +15,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
 from attn_core.paged.allocator import PageAllocator, PoolFullError
-from attn_core.paged.sizing import bytes_per_token, pages_that_fit
+from attn_core.paged.pools import bytes_per_token, pages_that_fit
 from attn_core.paged.step import Pages, Step
 from attn_core.selection.choice import NoBackendError, Selection, explain, select
 from attn_core.selection.target import Target

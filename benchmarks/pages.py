@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_core.paged.sizing import bytes_per_token
+from attn_core.paged.pools import bytes_per_token
 from benchmarks.measure import Calls, Jobs, Row, measure, run
 from benchmarks.tables import pages
 from torch_frontend import append_kv, explain_paged, flash_attn, paged_attention

@@ -12,10 +12,9 @@ with needs_extra(__name__, "jax", "jax"):
 
 from jax_frontend import context_parallel
 from jax_frontend.attention import attention
-from jax_frontend.backends import available_backends, use_backend
 from jax_frontend.dispatch.export import export_checks
 from jax_frontend.dot_product_attention import dot_product_attention
-from jax_frontend.explain import explain, warm_up
+from jax_frontend.explain import available_backends, explain, use_backend, warm_up
 from jax_frontend.padding import repad, unpad
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention

@@ -1,7 +1,13 @@
-"""explain: what ``attention`` would run on JAX arrays, and why; warm_up does in advance what its first run would do."""
+"""explain: what ``attention`` would run on JAX arrays, and why; warm_up does in advance what its first run would do.
+
+And use_backend, whose names are also part of ``jax.jit``'s cache key, and the backends that JAX can use.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import jax
@@ -18,6 +24,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import NoBackendError, Selection, override, with_function
 from attn_core.selection.row_maximum import with_max_logit
+from attn_core.selection.target import Availability, availability
 from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import plan, value_checks
@@ -25,6 +32,7 @@ from jax_frontend.dispatch.plan import ArrayOrShape
 from jax_frontend.paged import dense_caches
 
 _shared = SharedOptions(attention, names_at(Door.ATTENTION))
+_traced_under = jax.make_user_context(default_value=None)  # part of jit's cache key; its value is never read
 
 
 @_shared
@@ -103,3 +111,36 @@ def warm_up(
         raise NoBackendError(selection)
     targets.warm_up(selection.backend, selection.spec, selection.target.device, plan.device_index(q))
     return selection
+
+
+@contextmanager
+def use_backend(*names: str | tuple[str, ...]) -> Iterator[None]:
+    """Runs ``attn_core``'s ``use_backend``; in the block, ``jax.jit`` traces functions again even if it compiled them.
+
+    JAX keeps such a context per thread, so the asyncio tasks of one thread would see each other's names. Inside a task
+    the names therefore apply only to eager calls and to functions that are traced there. A function that was compiled
+    before keeps its backend; pass ``backend=`` in its call instead.
+
+    Raises:
+        SpecError: for an unknown name, with the close matches.
+    """
+    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(override.requested()):
+        yield
+
+
+def _inside_a_task() -> bool:
+    """Returns whether an asyncio task runs in this thread; other tasks of the thread would see JAX's contexts, too."""
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+
+
+def available_backends() -> dict[str, Availability]:
+    """Returns every backend by name: its version, or the reason why it is not available here."""
+    return availability("jax", plan.device_name(None))
+
+
+def available_here() -> tuple[str, ...]:
+    """Returns the names of the backends that can run on this machine's device."""
+    return tuple(name for name, entry in available_backends().items() if entry.reason is None)

@@ -20,8 +20,8 @@ from attn_core.dropins.unsloth import (
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
-from jax_frontend.backends import available_here
 from jax_frontend.dispatch.plan import check_array, device_name
+from jax_frontend.explain import available_here
 
 __all__ = [
     "AttentionConfig",

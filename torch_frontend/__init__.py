@@ -15,9 +15,8 @@ import torch.distributed
 
 from torch_frontend import context_parallel, flops  # noqa: F401  flops tells torch's counter
 from torch_frontend.attention import attention
-from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
-from torch_frontend.explain import explain, warm_up
+from torch_frontend.explain import available_backends, explain, warm_up
 from torch_frontend.padding import repad, unpad
 from torch_frontend.paged.append import append_kv
 from torch_frontend.paged.attention import explain_paged, paged_attention

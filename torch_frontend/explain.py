@@ -1,4 +1,7 @@
-"""explain: what ``attention`` would run on torch tensors, and why; warm_up does before what its first run would do."""
+"""explain: what ``attention`` would run on torch tensors, and why; warm_up does before what its first run would do.
+
+And which backends this process can use from torch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from attn_core.call.keywords import ExplainKeywords
 from attn_core.call.options import Door, check_layout, names_at
 from attn_core.call.segments import Segments, Visible
 from attn_core.selection import NoBackendError, Selection
+from attn_core.selection.target import Availability, availability
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import functions, general_calls, layouts
+from torch_frontend.dispatch import functions, general_calls, layouts, plan
 from torch_frontend.paged import dense_caches
 
 Tensor = torch.Tensor
@@ -93,3 +97,18 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     reach = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = torch.zeros(max(reach, 1), dtype=tensor.dtype, device=tensor.device)
     return flat[:0].view(tensor.shape) if 0 in tensor.shape else flat.as_strided(tensor.shape, tensor.stride())
+
+
+def available_backends() -> dict[str, Availability]:
+    """Returns every backend by name: its version, or the reason why it is not available here."""
+    return availability("torch", here())
+
+
+def available_here() -> tuple[str, ...]:
+    """Returns the names of the backends that can run on this machine's device."""
+    return tuple(name for name, entry in available_backends().items() if entry.reason is None)
+
+
+def here() -> str:
+    """Returns the device on which calls are likely to run: the current GPU, else the CPU."""
+    return plan.device_name(torch.device("cuda")) if torch.cuda.is_available() else "cpu"

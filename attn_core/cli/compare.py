@@ -24,7 +24,7 @@ from attn_core.cli.trial import Arrays, Trial, differing, draw, expectation, jud
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.errors import SpecError
 from attn_core.selection import Target, explain, refusals
-from attn_core.selection.columns import wrapped
+from attn_core.selection.choice import wrapped
 
 MODULES: dict[str, Any] = {"torch": in_torch, "jax": in_jax}
 """The modules that run a trial and time it, by framework."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attn_core.backends.support import STARTS, kind_of
 from attn_core.errors import SpecError
 from attn_core.selection import tables
-from attn_core.selection.columns import NO_BREAK, wrapped
+from attn_core.selection.choice import NO_BREAK, wrapped
 from attn_core.selection.target import jax_device_name
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from attn_core.cli.certify.certificate import standing_of
 from attn_core.cli.compare import Row, rows_of
 from attn_core.cli.devices import devices_of, installed, versions
 from attn_core.cli.trial import draw
-from attn_core.selection import preference, published
-from attn_core.selection.columns import COLUMNS, wrapped
+from attn_core.selection import preference, tables
+from attn_core.selection.choice import COLUMNS, wrapped
 from attn_core.selection.tables import device_name
 from attn_core.selection.target import bridge_reason
 
@@ -185,7 +185,7 @@ def examine(progress: Console) -> Findings:
 
 def _without_table(device: str) -> str:
     """Returns what decides on a device that nobody measured here."""
-    if any(row.first for row in published.rows() if row.device == device):
+    if any(row.first for row in tables.published() if row.device == device):
         return "the static order, corrected by published figures: nothing was measured here"
     return "the static order: nothing was measured"
 

@@ -23,7 +23,7 @@ from attn_core.call.segments import Segments, Visible, without_segments
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.columns import wrapped
+from attn_core.selection.choice import wrapped
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
 

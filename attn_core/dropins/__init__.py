@@ -1,1 +1,1 @@
-"""Translates calls of other libraries' attention into ours, as plain data; and keeps moved import paths working."""
+"""Translates calls of other libraries' attention into ours, as plain data."""

@@ -11,7 +11,7 @@ from attn_core.call.kinds import check_size, is_host_int
 from attn_core.call.spec import BITS, DTYPES, PagedKV, describe
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator
-from attn_core.paged.sizing import PoolSizes
+from attn_core.paged.pools import PoolSizes
 from attn_core.paged.step import Pages, Step, check_step, take_step
 
 Array = TypeVar("Array")

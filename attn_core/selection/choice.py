@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from textwrap import fill
 from typing import NamedTuple
 
 from attn_core import backends
@@ -20,8 +21,7 @@ from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec, describe_pages
 from attn_core.expressions.tree import Expression
 from attn_core.selection import forward_mode, preference
-from attn_core.selection.columns import NO_BREAK, wrapped
-from attn_core.selection.published import Figures
+from attn_core.selection.tables import Figures
 from attn_core.selection.target import (
     Reasons,
     Target,
@@ -32,6 +32,11 @@ from attn_core.selection.target import (
     unclaimed,
     unclaimed_gradient,
 )
+
+COLUMNS = 80
+"""The usual width of a terminal. Texts of selections and commands have lines of at most so many columns."""
+COMMAND = re.compile(r"pip install '[^']*'( --[a-z-]+)*")
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reasons = ()) -> tuple[str, Reasons] | None:
@@ -444,3 +449,17 @@ def with_remedy(reason: str) -> str:
 def duration(microseconds: float) -> str:
     """Returns a time as text, such as "37.5 µs" or "1.25 ms"."""
     return f"{microseconds:.3g} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.3g} ms"
+
+
+def wrapped(line: str, indent: str = "", hanging: str = "") -> str:
+    """Returns a line broken at spaces to 80 columns. Commands, and words such as a path, stay whole for copying."""
+    whole = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), line)
+    lines = fill(
+        whole,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace(NO_BREAK, " ")

@@ -2,7 +2,7 @@
 
 The models are data: the table of the device, shipped with the package or written by ``attn tune`` (tables.py). Without
 a table of the device the static order of ``attn_core.backends`` applies, corrected by figures that others published
-(published.py); for JAX on a CPU ``xla_is_faster`` says for which calls ``jax_xla`` comes first.
+(tables.py); for JAX on a CPU ``xla_is_faster`` says for which calls ``jax_xla`` comes first.
 
 On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs: XLA launches
 some kernels itself, and reaches the others through a callback into Python, which costs the host more than torch does.
@@ -22,8 +22,7 @@ from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import FLOAT_BITS, AttentionSpec, PagedKV
 from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
-from attn_core.selection.published import Figures, figures_for
-from attn_core.selection.tables import Table, table_in_force
+from attn_core.selection.tables import Figures, Table, figures_for, table_in_force
 from attn_core.selection.target import Target, reasons_of
 
 CAUTION = 0.25

@@ -29,7 +29,6 @@ from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.paged.step import Pages, check_paged_layer
-from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.partitioning import split_as
 from jax_frontend.dispatch.plan import as_array, is_on_host, ranges_as_array
 from jax_frontend.flax.layer import (
@@ -40,6 +39,8 @@ from jax_frontend.flax.layer import (
     attend_to_heads,
     check_precision,
     fold_tables,
+    is_context_parallel,
+    shard_positions,
     token_positions,
 )
 from jax_frontend.paged.append import append_kv, new_tokens
@@ -108,8 +109,8 @@ def _positions(layer: LayerFields, call: LayerCall, seq: int, index: jax.Array |
     if index is not None:
         return index + jnp.arange(seq, dtype=index.dtype)
     # The places of a shard are not consecutive positions, so they cannot be counted from 0.
-    if context_layers.is_context_parallel(layer):
-        return context_layers.position_ids(layer, call.given.get("seq_info"), seq)
+    if is_context_parallel(layer):
+        return shard_positions(layer, call.given.get("seq_info"), seq)
     return None
 
 

@@ -21,12 +21,16 @@ from jax.typing import DTypeLike
 from attn_core.backends.shared.in_jax import current_precision, current_precision_level, document_numbers
 from attn_core.call.layers import ON_ROWS, OVER_RANKS, options_of, refuse_over_ranks
 from attn_core.call.segments import Segments
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, SeqInfoLike
 from attn_core.call.spec import DTYPES
+from attn_core.context_parallel.request import row_lengths
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
-from jax_frontend.context_parallel import layers as context_layers
+from jax_frontend.context_parallel import shards
+from jax_frontend.context_parallel.attention import context_parallel_attention
+from jax_frontend.context_parallel.mesh import axes_in_scope, find_row_mesh
+from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.dispatch.plan import as_array, check_array
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -180,9 +184,9 @@ def attend_to_heads(
     """
     # context_parallel_attention has no dropout, and so no dropout_rng.
     run, names = partial(attention, dropout_rng=call.dropout_rng), ON_ROWS
-    if context_layers.is_context_parallel(layer):
+    if is_context_parallel(layer):
         refuse_over_ranks(call.given, layer.invariant)
-        run, names = partial(context_layers.attend, layer), OVER_RANKS
+        run, names = partial(_attend_over_devices, layer), OVER_RANKS
     options = {**call.given, **options_of(layer, names), **visibility}
     if "mask" in options:  # Flax's helpers make float32 masks
         options["mask"] = as_array("mask", options["mask"]).astype(bool)
@@ -289,3 +293,38 @@ def _fold(name: str, array: jax.Array | np.ndarray, batch: tuple[int, ...]) -> A
         raise ShapeError(f"{name}: expected batch axes broadcastable to {list(batch)}, got {list(lead)}")
     broadcast_to = np.broadcast_to if isinstance(array, np.ndarray) else jnp.broadcast_to
     return broadcast_to(array, (*batch, *tail)).reshape(math.prod(batch), *tail)
+
+
+def is_context_parallel(layer: Any) -> bool:
+    """Returns whether a layer's rows are spread over devices: whether it has a ``context_axis``.
+
+    Linen initialises parameters by a call. If this call is outside the mesh, it runs plain attention on whole rows.
+    """
+    if layer.context_axis is None:
+        return False
+    initializing = getattr(layer, "is_initializing", None)
+    return axes_in_scope(layer.context_axis) or initializing is None or not initializing()
+
+
+def shard_positions(layer: Any, seq_info: SeqInfoLike, places: int) -> jax.Array:
+    """Returns int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
+    row_mesh, documents = find_row_mesh(None, layer.context_axis), document_offsets(seq_info)
+    # Outside jax.shard_map an array has the shards of all devices, end to end.
+    shard = places if row_mesh.inside else places // row_mesh.world
+    length, _ = row_lengths(layer.context_length, documents, (shard, shard), row_mesh.world)
+    layout = shards.cut_layout(row_mesh, layer.context_layout)
+    return shards.position_ids(row_mesh, layout, length, documents)
+
+
+def _attend_over_devices(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """Runs ``context_parallel_attention`` with a layer's axis, strategy, layout and length."""
+    return context_parallel_attention(  # type: ignore[no-any-return]
+        q,
+        k,
+        v,
+        axis_name=layer.context_axis,
+        strategy=layer.context_strategy,
+        layout=layer.context_layout,
+        length=layer.context_length,
+        **options,
+    )

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DeviceError, DTypeError, SpecError, shown
-from attn_core.paged import layouts, sizing
+from attn_core.paged import pools as paged_pools
 from attn_core.paged.allocator import Copies
 from attn_core.paged.cache import CacheSizes, PagedCache
-from attn_core.paged.sizing import PoolSizes
+from attn_core.paged.pools import PoolSizes
 from attn_core.paged.step import Step
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.append import append_kv
@@ -185,7 +185,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@SharedOptions(sizing.pages_that_fit, PoolSizes.__annotations__)
+@SharedOptions(paged_pools.pages_that_fit, PoolSizes.__annotations__)
 def pages_that_fit(
     memory: int | None = None,
     *,
@@ -210,8 +210,8 @@ def pages_that_fit(
         DeviceError: if ``memory`` is None and the device does not tell its free memory, as a CPU does not.
     """
     if memory is None:
-        memory = sizing.part_of(_free_memory(device), fraction)
-    return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
+        memory = paged_pools.part_of(_free_memory(device), fraction)
+    return paged_pools.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
 def name_of(dtype: DTypeLike | None) -> Any:
@@ -243,10 +243,10 @@ def pages_of(cache: Array | tuple[Array, Array], layout: str) -> tuple[Array, Ar
 
     Args:
         cache: one array with keys and values, or a pair of arrays.
-        layout: "NHD", "HND", "vllm", "interleaved" or "heads_first"; ``attn_core.paged.layouts.pages_of`` says which
+        layout: "NHD", "HND", "vllm", "interleaved" or "heads_first"; ``attn_core.paged.pools.pages_of`` says which
             axes and errors these have.
     """
-    return layouts.pages_of(cache, layout, plan.check_array, _ordered)
+    return paged_pools.pages_of(cache, layout, plan.check_array, _ordered)
 
 
 def _ordered(pool: Array, order: tuple[int, ...]) -> Array:

@@ -21,7 +21,7 @@ from spec_strategies import Call, make_call
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import math
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
-from attn_core.backends.sdpa_flash import cpu_blocks
+from attn_core.backends.sdpa_flash import cpu_kernel
 from attn_core.call.spec import PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
 
@@ -44,10 +44,10 @@ def skip_without_bfloat16(dtype: str) -> None:
 def blocks_of(rows: int) -> Iterator[None]:
     """Sets blocks of this many queries, whether a window or the size of the mask bounds the block."""
     bounds = {"WINDOW_ROWS": rows, "FEWEST_ROWS": rows, "MASK_ELEMENTS": 1}
-    cpu_blocks.blocks.cache_clear()
-    with mock.patch.multiple(cpu_blocks, **bounds):
+    cpu_kernel.blocks.cache_clear()
+    with mock.patch.multiple(cpu_kernel, **bounds):
         yield
-    cpu_blocks.blocks.cache_clear()
+    cpu_kernel.blocks.cache_clear()
 
 
 @st.composite
@@ -121,9 +121,9 @@ def test_no_full_mask_is_built(band: dict[str, Any]) -> None:
     with LargestOutput() as largest:
         out, lse = sdpa_flash.forward(spec, Inputs(q, k, v))
         sdpa_flash.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
-    assert 0 < largest.elements <= cpu_blocks.MASK_ELEMENTS + cpu_blocks.FEWEST_ROWS * spec.kv_len
+    assert 0 < largest.elements <= cpu_kernel.MASK_ELEMENTS + cpu_kernel.FEWEST_ROWS * spec.kv_len
     if "window" in band:
-        assert largest.pairs <= spec.q_len * (256 + cpu_blocks.WINDOW_ROWS)
+        assert largest.pairs <= spec.q_len * (256 + cpu_kernel.WINDOW_ROWS)
 
 
 STACKED: dict[str, dict[str, Any]] = {
@@ -152,14 +152,14 @@ def test_stacked_blocks_have_the_bits_of_single_ones_in_few_kernel_calls(case: s
         out, lse = sdpa_flash.forward(spec, inputs)
         return [out, lse, *sdpa_flash.backward(spec, inputs, out, lse, dout, None)[:3]]
 
-    def single(spec: AttentionSpec) -> list[cpu_blocks.Stack]:
-        return [cpu_blocks.Stack(block, 1) for block in cpu_blocks.blocks(spec)]
+    def single(spec: AttentionSpec) -> list[cpu_kernel.Stack]:
+        return [cpu_kernel.Stack(block, 1) for block in cpu_kernel.blocks(spec)]
 
-    stacks = cpu_blocks._stacks(spec)
-    assert spec.batch * len(stacks) <= len(cpu_blocks.blocks(spec)) + 1
+    stacks = cpu_kernel._stacks(spec)
+    assert spec.batch * len(stacks) <= len(cpu_kernel.blocks(spec)) + 1
     assert max(stack.number for stack in stacks) > 1
     stacked = results()
-    with mock.patch.object(cpu_blocks, "_stacks", single):
+    with mock.patch.object(cpu_kernel, "_stacks", single):
         for actual, expected in zip(stacked, results(), strict=True):
             assert torch.equal(actual, expected)
 

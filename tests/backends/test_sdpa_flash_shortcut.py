@@ -12,7 +12,7 @@ import torch
 
 from attn_core import AttentionSpec
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
-from attn_core.backends.sdpa_flash import cpu_blocks, cpu_kernel
+from attn_core.backends.sdpa_flash import cpu_kernel
 from attn_core.backends.shared import aten_masks
 from attn_core.call.masks import Band
 from attn_core.call.tensors import Inputs
@@ -93,7 +93,7 @@ def test_calls_of_several_kernels_have_no_shortcut() -> None:
     spec, *_ = made("window")
     long = AttentionSpec(**{**SIZES, "q_len": 300, "kv_len": 300}, value_dim=8, dtype="float32", window=(9, 0))
     assert sdpa_flash.shortcut(spec) is not None
-    assert len(cpu_blocks.blocks(long)) > 1
+    assert len(cpu_kernel.blocks(long)) > 1
     assert sdpa_flash.shortcut(long) is None
 
 

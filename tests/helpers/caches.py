@@ -99,7 +99,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.xformers.operators:load_operator": "xFormers' kernels",
     "attn_core.backends.xformers.operators:flash_widths": "xFormers' kernels",
     "attn_core.cli.advice:backends_of": "backends and devices",
-    "attn_core.selection.published:rows": ONE,
+    "attn_core.selection.tables:published": ONE,
     "attn_core.selection.tables:shipped_table": "frameworks and devices",
     "attn_core.selection.tables:table_in_force": "frameworks and devices",
     "attn_core.selection.target:bridge_reason": ONE,

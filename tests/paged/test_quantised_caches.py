@@ -12,7 +12,7 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 from quantised_appends import bits
 
 from attn_core.call.spec import BITS
-from attn_core.paged.sizing import bytes_per_token
+from attn_core.paged.pools import bytes_per_token
 
 pytestmark = pytest.mark.sampled
 

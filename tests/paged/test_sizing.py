@@ -12,7 +12,7 @@ import torch
 from frameworks import BOTH, Framework
 
 from attn_core import DeviceError, DTypeError, SpecError, bytes_per_token, pages_that_fit
-from attn_core.paged.sizing import BITS, SCALED
+from attn_core.paged.pools import BITS, SCALED
 
 SIZES = {"num_layers": 3, "kv_heads": 2, "head_dim": 24, "value_dim": 17}
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)

@@ -14,7 +14,7 @@ from cost_tables import made_up_table, tables_in_force
 import attn_core
 from attn_core import AttentionSpec, Target, backends, explain
 from attn_core.call.spec import PagedKV
-from attn_core.selection import new_plans, preference, published, tables
+from attn_core.selection import new_plans, preference, tables
 
 FULL = AttentionSpec(
     **{"batch": 2, "q_len": 4096, "kv_len": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
@@ -62,18 +62,18 @@ def test_all_other_devices_keep_the_usual_order(framework: str, device: str) -> 
 
 def test_every_row_names_its_sources_and_what_there_is() -> None:
     names, options = set(usual("torch", "sm80")), {field.name for field in fields(AttentionSpec)}
-    for row in published.rows():
+    for row in tables.published():
         assert names.issuperset(row.first) and options.issuperset(row.calls) and row.figures, row
         for link, day in row.sources.items():
             assert link.startswith("https://github.com/") and date.fromisoformat(day).isoformat() == day
-    assert {row.device for row in published.rows() if row.first} == {device for device, _ in FIRST}
-    assert tuple(row.device for row in published.rows() if not row.first) == UNDECIDED
-    assert all(row.sources for row in published.rows())
+    assert {row.device for row in tables.published() if row.first} == {device for device, _ in FIRST}
+    assert tuple(row.device for row in tables.published() if not row.first) == UNDECIDED
+    assert all(row.sources for row in tables.published())
 
 
 def test_a_row_moves_no_backend_that_it_did_not_compare() -> None:
     """Such as a plug-in's, which is first."""
-    (row,) = (row for row in published.rows() if row.device == "sm80")
+    (row,) = (row for row in tables.published() if row.device == "sm80")
     assert row.ordered(("plug_in", "sdpa_cudnn", "flash2", "math")) == ("plug_in", "flash2", "sdpa_cudnn", "math")
     assert row.ordered(("flash2", "plug_in", "sdpa_cudnn")) == ("flash2", "plug_in", "sdpa_cudnn")
     assert row.ordered(("plug_in", "flash2")) == ("plug_in", "flash2")
@@ -112,14 +112,14 @@ def test_the_table_of_attn_tune_decides_instead(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_shipped_table_of_the_h200_decides_whatever_the_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = published.Figures(
+    row = tables.Figures(
         "sm90", {}, ("math",), usual("torch", "sm90")[0], "made up", {"https://github.com/a/b": "2026-01-01"}
     )
     shipped = tables.shipped_table("torch", "sm90")
     assert shipped is not None
     with tables_in_force({("torch", "sm90"): shipped}):
         before = preference.order(FULL, "torch", "sm90")
-    monkeypatch.setattr(published, "rows", lambda: (row,))
+    monkeypatch.setattr(tables, "published", lambda: (row,))
     assert preference.order(FULL, "torch", "sm90")[0] == "math"
     with tables_in_force({("torch", "sm90"): shipped}):
         assert preference.order(FULL, "torch", "sm90") == before != usual("torch", "sm90")

@@ -10,7 +10,7 @@ from attn_core import backends
 from attn_core.backends.support import half_dtype
 from attn_core.call.spec import AttentionSpec, PagedKV
 from attn_core.cli.advice import Machine, commands_of, package_for
-from attn_core.selection import Target, published, refusals
+from attn_core.selection import Target, refusals, tables
 from tools.pages.support import BOTH, FORWARD_ONLY, NONE, table_of
 
 
@@ -97,11 +97,11 @@ def render() -> str:
     """Returns the whole page as Markdown."""
     install = [["card", "device", *IN_FIRST_TABLE, "install"], *(_row(device) for device in DEVICES)]
     everything = [["card", *MARKS.values()], *(_everything(device) for device in DEVICES)]
-    figures = "\n".join(_line(row) for row in published.rows() if row.first)
+    figures = "\n".join(_line(row) for row in tables.published() if row.first)
     return "\n".join([HEAD, table_of(install) + CALLS + figures + MORE, table_of(everything)])
 
 
-def _line(row: published.Figures) -> str:
+def _line(row: tables.Figures) -> str:
     calls = [f"`{name}={value}`" for name, value in row.calls.items()]
     first = ", ".join(f"`{name}`" for name in row.first)
     sources = ", ".join(f"[{date}]({link})" for link, date in row.sources.items())
@@ -164,7 +164,7 @@ def _order(target: Target, call: str) -> tuple[str, ...]:
     """Returns the order of automatic choice without tables, which no measurement on this machine can change."""
     in_pages = call == "decoding from pages"
     usual = backends.usual_order(target.framework, target.kind, paged=in_pages, few_queries=in_pages)
-    figures = published.figures_for(_spec(half_dtype(target.device), call), target.device)
+    figures = tables.figures_for(_spec(half_dtype(target.device), call), target.device)
     return usual if figures is None else figures.ordered(usual)
 
 

@@ -15,9 +15,8 @@ from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, T
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Step, prefetch
 from torch_frontend.context_parallel import exchange, forward
-from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
+from torch_frontend.context_parallel.exchange import Keys, KVPair, PendingExchange
 from torch_frontend.context_parallel.forward import Residuals
-from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor

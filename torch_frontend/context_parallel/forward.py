@@ -13,8 +13,7 @@ from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.plan import prefetch
 from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.exchange import PendingExchange
-from torch_frontend.context_parallel.keys import Keys
+from torch_frontend.context_parallel.exchange import Keys, PendingExchange
 from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor

@@ -20,7 +20,6 @@ from attn_core.call.options import check_flag, check_number
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
-from torch_frontend.backends import here
 from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.functions import function_of, is_block_mask
@@ -34,6 +33,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
+from torch_frontend.explain import here
 from torch_frontend.finetrainers import calls, providers
 from torch_frontend.finetrainers.calls import DispatchCall, HostOptions, attention_with
 from torch_frontend.finetrainers.providers import NATIVE, VARLEN, AttentionProvider, SharedRows

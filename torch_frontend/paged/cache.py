@@ -10,10 +10,10 @@ import torch
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DeviceError
-from attn_core.paged import layouts, sizing
+from attn_core.paged import pools as paged_pools
 from attn_core.paged.allocator import Copies
 from attn_core.paged.cache import CacheSizes, PagedCache
-from attn_core.paged.sizing import PoolSizes
+from attn_core.paged.pools import PoolSizes
 from attn_core.paged.step import Step
 from torch_frontend.dispatch.plan import check_tensor, device_of
 from torch_frontend.paged.append import append_kv
@@ -125,7 +125,7 @@ def _indexable(lists: tuple[list[Tensor], ...]) -> list[Tensor]:
     return [pool.view(torch.uint8) if pool.itemsize == 1 else pool for pool in pools]
 
 
-@SharedOptions(sizing.pages_that_fit, PoolSizes.__annotations__)
+@SharedOptions(paged_pools.pages_that_fit, PoolSizes.__annotations__)
 def pages_that_fit(
     memory: int | None = None,
     *,
@@ -150,8 +150,8 @@ def pages_that_fit(
         DeviceError: if ``memory`` is None and the device is no GPU.
     """
     if memory is None:
-        memory = sizing.part_of(_free_memory(device), fraction)
-    return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
+        memory = paged_pools.part_of(_free_memory(device), fraction)
+    return paged_pools.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
 def name_of(dtype: torch.dtype | str | None) -> Any:
@@ -175,7 +175,7 @@ def pages_of(cache: Tensor | tuple[Tensor, Tensor], layout: str) -> tuple[Tensor
 
     Args:
         cache: one tensor with keys and values, or a pair of tensors.
-        layout: "NHD", "HND", "vllm", "interleaved" or "heads_first"; ``attn_core.paged.layouts.pages_of`` says which
+        layout: "NHD", "HND", "vllm", "interleaved" or "heads_first"; ``attn_core.paged.pools.pages_of`` says which
             axes and errors these have.
     """
-    return layouts.pages_of(cache, layout, check_tensor, Tensor.permute)
+    return paged_pools.pages_of(cache, layout, check_tensor, Tensor.permute)

@@ -32,11 +32,11 @@ from attn_core.dropins.unsloth import (
 )
 from attn_core.errors import SpecError
 from attn_core.selection import override
-from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
 from torch_frontend.dispatch.op_arguments import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.dispatch.tensor_kinds import check_data
+from torch_frontend.explain import available_here
 from torch_frontend.recomputed import attention_of_layer
 from torch_frontend.unsloth.packing import (
     build_sdpa_packed_attention_mask,

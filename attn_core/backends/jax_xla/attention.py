@@ -14,9 +14,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype
-from attn_core.backends.jax_xla.row_sums import exact_lse, finish, log_weights, sinks_gradient, with_sink
+from attn_core.backends.jax_xla.scores import (
+    add_to_aux,
+    exact_lse,
+    finish,
+    log_weights,
+    named_gradients,
+    scored,
+    seen_by_function,
+    sinks_gradient,
+    with_bias,
+    with_sink,
+)
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     RowKeys,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_core.backends.jax_xla.products import product
-from attn_core.backends.jax_xla.row_sums import exact_lse, joined, log_weights, with_sink
+from attn_core.backends.jax_xla.scores import exact_lse, joined, log_weights, with_sink
 from attn_core.backends.jax_xla.tiles import zero_like
 from attn_core.backends.shared.in_jax import safe_offsets
 from attn_core.call.masks import band

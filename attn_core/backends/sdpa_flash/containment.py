@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from attn_core.backends.sdpa_flash.cpu_blocks import FEWEST_ROWS, MASK_ELEMENTS
+from attn_core.backends.sdpa_flash.cpu_kernel import FEWEST_ROWS, MASK_ELEMENTS
 from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band

@@ -2,7 +2,7 @@
 
 Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal is top-left in
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
-of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results.
+of queries (``cpu_kernel.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results.
 Packed documents run one after another, those of equal lengths as one batch, so that nothing crosses between them.
 The raw op of torch 2.11 to 2.15, ``aten::_scaled_dot_product_flash_attention_for_cpu``, reads wrong memory if the last
 stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from attn_core.backends.contract import Backend, Pages
-from attn_core.backends.sdpa_flash import containment, cpu_blocks, cpu_kernel
+from attn_core.backends.sdpa_flash import containment, cpu_kernel
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, has_tiles, kernels, run_twice
 from attn_core.backends.shared.pages import packed_documents
 from attn_core.backends.shared.readable import readable
@@ -106,7 +106,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Tensor, Tensor]:
         return _packed_forward(spec, inputs)
     inputs = _all_readable(inputs)
     if how["additive_mask"]:
-        out, lse = cpu_blocks.forward(spec, inputs)
+        out, lse = cpu_kernel.forward(spec, inputs)
     else:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
@@ -153,7 +153,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Tensor, Tensor]
     """Returns the shortcut of a call with an additive mask; None if it needs more than one call of the kernel."""
     import torch
 
-    blocks = cpu_blocks.blocks(spec)
+    blocks = cpu_kernel.blocks(spec)
     if len(blocks) != 1 or not blocks[0].whole:
         return None
     rows, keys, edge, _ = blocks[0]
@@ -206,7 +206,7 @@ def backward(
     large = containment.large_queries(spec, lse) if how["additive_mask"] else None
     if how["additive_mask"]:
         shown = lse if large is None else lse.masked_fill(large[:, None], inf)  # the weights exp(score - inf) are 0
-        dq, dk, dv = cpu_blocks.backward(spec, inputs, out, shown, dout)
+        dq, dk, dv = cpu_kernel.backward(spec, inputs, out, shown, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
         gradients = kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])

@@ -20,7 +20,7 @@ from attn_core.cli.certify.calls import CHECKS, Subject, calls_of, faults_of, su
 from attn_core.cli.certify.checks import FAILED, NOT_RUN, PASSED, Entry, entry_of
 from attn_core.cli.devices import FRAMEWORKS, devices_here, installed, versions
 from attn_core.errors import SpecError
-from attn_core.selection.columns import wrapped
+from attn_core.selection.choice import wrapped
 from attn_core.selection.tables import device_name, user_folder
 from attn_core.selection.whole_file import check_place, read_json, write_whole
 
