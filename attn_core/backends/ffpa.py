@@ -63,6 +63,8 @@ BACKWARD = replace(FORWARD, window=False)
 NARROW = 256
 """Heads up to this width have faster kernels."""
 
+FEW_QUERIES, FEW_TILES = 16, 16
+
 WIDTHS = (320, 384, 448, 512)
 """The widths that we run the kernels at. Between them they pad in shared memory, which we have not tried."""
 
@@ -160,6 +162,14 @@ def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Tensor]:
     return {"cu_seqlens_q": torch.cat([cu_q, last_query]), "cu_seqlens_k": torch.cat([cu_k, cu_k[-1:], last_key])}
 
 
+def has_rank(spec: AttentionSpec) -> bool:
+    """Returns whether automatic choice compares the kernels' time: not for heads that others run, nor for a query whose
+    few rows and kv heads, a tile each, would leave most processors idle."""
+    tiles = (spec.documents or spec.batch) * spec.num_kv_heads
+    few = (spec.max_len_q or spec.q_len) <= FEW_QUERIES and tiles < FEW_TILES
+    return max(spec.head_dim, spec.value_dim) > NARROW and not few
+
+
 def _width(dim: int) -> int:
     return next(width for width in WIDTHS if width >= dim)
 
@@ -207,7 +217,7 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     writes_into=("forward", "backward"),
-    modelled=lambda spec: max(spec.head_dim, spec.value_dim) > NARROW,
+    modelled=has_rank,
     preference={"cuda": 75},
     # Beside flash4's models, extended to its widths: 19 calls on H200s on 2026-11-30 and 2026-12-01. JAX calls Python.
     timing=Timing(

@@ -401,7 +401,7 @@ BACKEND = Backend(
     also_called={"sdpa": 30, "cudnn_attention": 10, "cudnn": 10, "native": 30, "torch": 30},
     # Without a mask there is one more key with every token, and cuDNN prepares a plan for every number of keys: 33 ms
     # for a forward on an H200 host with cuDNN 9.19, measured on 2026-11-24, which about 32 layers share.
-    timing=Timing(new_length=1000.0),
+    timing=Timing(new_length=1000.0, beside_table=0.5),
     # A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
     # 9.19, measured on 2026-11-26).
     kept_plans=KeptPlans(most=64, by="cuDNN"),

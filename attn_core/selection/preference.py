@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from attn_core import backends
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.functions import has_functions
+from attn_core.call.masks import band
 from attn_core.call.spec import FLOAT_BITS, AttentionSpec, PagedKV
 from attn_core.selection.cost_model import FEW_QUERIES, WIDTHS, Kind, Models, is_ragged, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Figures, Table, figures_for, table_in_force
@@ -80,6 +81,10 @@ class Candidate(NamedTuple):
     host: float  # the host's time, with caution and ``weight_of_host``
     rates: tuple[float, ...]  # for each size, with caution
 
+    def shortened(self, share: float) -> Candidate:
+        """Returns the candidate with this share of its times."""
+        return self._replace(host=share * self.host, rates=tuple(share * rate for rate in self.rates))
+
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. The same in a process for the same arguments.
@@ -119,6 +124,7 @@ def _of_round_lengths(spec: AttentionSpec) -> AttentionSpec:
     q_len, kv_len = _round_up(spec.q_len), _round_up(spec.kv_len)
     if is_ragged(spec) and kv_len % 8 == 0:
         kv_len -= 1  # so that it is of the same kind
+        q_len = kv_len if spec.q_len == spec.kv_len else q_len
     if q_len == spec.q_len and kv_len == spec.kv_len:
         return spec
     mask_shape, bias_shape = (
@@ -163,6 +169,8 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
         return []
     known = [each for each in _candidates(framework, device, kind_of_call(spec)) if each.backend.modelled(spec)]
     sizes = sizes_of_call(spec, table.tile, table.processors)
+    if spec.causal and not band(spec).offset and not (spec.mask_shape is spec.bias_shape is None):
+        known = [each.shortened(each.backend.timing.beside_table) for each in known]
     on_device = [sum(map(mul, each.rates, sizes)) for each in known]
     if framework == "jax" and device != "cpu":
         timed = [
