@@ -86,7 +86,9 @@ def _run(selection: Selection, tensors: tuple[Tensor, ...], options: dict[str, A
         if trains and isinstance(options.get(name), Tensor) and options[name].requires_grad:
             call_options[name] = call_options[name].clone().requires_grad_()
     with torch.set_grad_enabled(trains):
-        output = attention(stand_ins[0], stand_ins[1], stand_ins[2], **{**call_options, "backend": selection.backend})
+        # A mask that runs in a cheaper form may run on a backend that has no functions, which is chosen again.
+        backend = selection.backend if selection.mask_mod is None else options.get("backend")
+        output = attention(stand_ins[0], stand_ins[1], stand_ins[2], **{**call_options, "backend": backend})
     if trains:
         results = output if isinstance(output, tuple) else (output,)
         torch.autograd.grad(results, stand_ins, [torch.zeros_like(result) for result in results])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from attn_core import backends
 from attn_core.backends.shared.caches import from_records
 from attn_core.call.after_fork import lazy_property
+from attn_core.call.grouped_rows import GroupedRows
 from attn_core.call.kinds import check_kind
 from attn_core.call.masks import recognised
 from attn_core.call.options import requested_names
@@ -188,8 +189,16 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
 
 def with_function(selection: Selection, function: Expression | None) -> Selection:
     """Returns the explanation of a call that has a mask function, with what the spec says in place of its terms."""
-    words = recognised(function, selection.spec)
+    words = None if selection.mask_mod is not None else recognised(function, selection.spec)
     return selection if words is None else replace(selection, mask_mod=words)
+
+
+def on_documents(rows: GroupedRows, target: Target, requested: tuple[str, ...] | None) -> Selection | None:
+    """Returns the selection of a call on packed documents; None if only plain operations, or none, can run these."""
+    selection = _explained(rows.spec, target, requested)
+    if selection.backend in (None, backends.plain_backend(target.framework)):
+        return None
+    return replace(selection, mask_mod=rows.words)
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, masks
 from attn_core.backends import flash4
-from attn_core.backends.flash4 import block_tables, own_kernels
+from attn_core.backends.flash4 import block_tables, masked, own_kernels
 from attn_core.backends.shared import caches
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
@@ -157,16 +157,57 @@ def test_results_of_constants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(1)
         return len(made)
 
+    device = torch.device("cuda", 0)
     tensor = caches.declare(torch.zeros(3))
-    assert [caches.made_from(tensor, "a", make) for _ in range(3)] == [1, 1, 2]  # the third on a stream
-    assert caches.made_from(tensor, "b", make) == 3
+    assert [caches.made_from(tensor, "a", make, device) for _ in range(3)] == [1, 1, 2]  # the third on a stream
+    assert caches.made_from(tensor, "b", make, device) == 3
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert caches.made_from(tensor, "a", make) == 4
+    assert caches.made_from(tensor, "a", make, device) == 4
     other = torch.zeros(3)
-    assert [caches.made_from(other, "a", make) for _ in range(2)] == [5, 6]
+    assert [caches.made_from(other, "a", make, device) for _ in range(2)] == [5, 6]
     address = tensor.data_ptr()
     del tensor
     assert address not in caches._results
+
+
+def test_results_of_no_tensor_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(caches, "_of_no_tensor", {})
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    devices = [torch.device("cuda", index) for index in (0, 1, 0, 1)]
+    assert [caches.made_from(None, "a", make, device) for device in devices] == [1, 2, 1, 2]
+    with caches.keeping_nothing():
+        assert caches.made_from(None, "a", make, devices[0]) == 3
+    for key in range(caches.MOST_RESULTS):
+        caches.made_from(None, key, make, devices[0])
+    assert len(caches._of_no_tensor) <= caches.MOST_RESULTS
+
+
+def test_layers_share_the_table_of_a_mask_without_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that reads an array is made in each call, because the array may have changed."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(caches, "_of_no_tensor", {})
+    made: list[str] = []
+    monkeypatch.setattr(block_tables, "states", lambda *_: made.append("states"))
+    monkeypatch.setattr(block_tables, "table", lambda *_: (block_tables.Table(*map(torch.tensor, range(4))), None))
+    plain, reading = (
+        AttentionSpec(**SIZES, **fields_of(name, None, (2, 4, 300, 500))) for name in ("nothing", "documents")
+    )
+    assert not plain.aux and reading.aux
+    arrays = {f"aux{number}": torch.zeros(entry.shape, dtype=torch.int32) for number, entry in enumerate(reading.aux)}
+    for spec, inputs, count in ((plain, {}, 1), (reading, arrays, 3)):
+        made.clear()
+        calls = [masked.operands(spec, Inputs(*torch.zeros(3, 1), **inputs), "forward") for _ in range(3)]
+        assert len(made) == count and len(calls[0]) == 4 + len(spec.aux)
+        masked.operands(spec, Inputs(*torch.zeros(3, 1), **inputs), "backward")
+        assert len(made) == count + 1
 
 
 @pytest.mark.cuda

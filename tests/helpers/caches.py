@@ -25,6 +25,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.replay:_seen": 4096,
     "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
     "attn_core.backends.shared.caches:_results": "ranges on a GPU that in_parts keeps, 8 results each",
+    "attn_core.backends.shared.caches:_of_no_tensor": 8,
     "attn_core.backends.shared.first_calls:_compiled": 2**15,
     "attn_core.backends.shared.triton:_compiled": "the kernels that Triton keeps compiled",
     "attn_core.backends.shared.triton:_launches": 4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,10 @@ def _as_tensor(q: torch.Tensor, name: str, array: torch.Tensor | np.ndarray) -> 
 def _aux_as_tensor(q: torch.Tensor, number: int, array: torch.Tensor | np.ndarray) -> torch.Tensor:
     if not torch.compiler.is_compiling():  # Dynamo knows no values
         check_ints(number, array)
-    return _as_tensor(q, f"aux[{number}]", array)
+    tensor = _as_tensor(q, f"aux[{number}]", array)
+    if isinstance(array, np.ndarray) and not torch.compiler.is_compiling():
+        in_parts.keep_ids(tensor, array)
+    return tensor
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> Results:
@@ -141,17 +145,23 @@ def explain(
     needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
     requested = requested_names(given["backend"]) or override.requested()
     gradients = needs, bias_gradient and needs
-    selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
-    selection = with_function(selection, options.mask_mod)
-    selection = with_max_logit(selection) if with_maximum else selection
+    arguments = in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now()
+    selection = with_function(plan.explanation(*arguments), options.mask_mod)
     run_plan.check_host_values(selection.spec, inputs)
     tables = inputs.key_ranges, *aux_of(inputs)
-    if any(table is not None and not table.is_cpu for table in tables):
-        return selection  # reading a GPU would wait for it
-    from attn_core.context_parallel.one_device import described  # few programs need it, and many modules load with it
+    if all(table is None or table.is_cpu for table in tables):  # reading a GPU would wait for it
+        from attn_core.context_parallel.one_device import (
+            described,
+        )  # few programs need it, and many modules load with it
 
-    ranges, *arrays = (None if table is None else table.detach().numpy() for table in tables)
-    return described(selection, ranges, arrays)
+        ranges, *arrays = (None if table is None else table.detach().numpy() for table in tables)
+        selection = described(selection, ranges, arrays)
+    documents = in_parts.documents_of(arguments, inputs)
+    if with_maximum:  # a kernel that runs other calls than this one has no maxima of it
+        selection = with_max_logit(selection if documents is None else replace(selection, backend=None))
+    if documents is None:
+        return selection
+    return replace(documents, mask=selection.mask, max_logit=selection.max_logit)
 
 
 def attend(inputs: Inputs, options: Options, backend: Requested, capture: max_logit.Capture | None = None) -> Results:
@@ -188,7 +198,7 @@ def _resolve(
     if layer_trains() and not needs_backward:
         trained = inputs.bias is not None and inputs.bias.requires_grad
         try:
-            return in_parts.resolve((entries, options, True, trained, requested, switches), inputs)
+            return in_parts.resolve_eagerly((entries, options, True, trained, requested, switches), inputs)
         except NoBackendError:
             pass
-    return in_parts.resolve((entries, options, needs_backward, bias_gradient, requested, switches), inputs)
+    return in_parts.resolve_eagerly((entries, options, needs_backward, bias_gradient, requested, switches), inputs)

@@ -1,10 +1,12 @@
-"""Plans of calls with key ranges whose values are on the host: kernels without key ranges compute them in parts.
+"""Plans of calls by values on the host: those with key ranges in parts, and those with a mask of ids as documents.
 
-Ranges are on the host as an array of numpy, or as a tensor on the CPU, also beside a q on a GPU.
+Ranges are on the host as an array of numpy, or as a tensor on the CPU, also beside a q on a GPU. Then kernels without
+key ranges compute them in parts. Ids on a GPU are read once for a tensor and its version, which waits for the GPU.
 """
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,13 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.caches import declare, from_records
+from attn_core.call.grouped_rows import by_chunks, by_ids, groups_in
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.selection import Selection, explain
+from attn_core.selection import on_documents as select_documents
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.plan import Plan, on_device
 
@@ -57,7 +62,7 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
         return plan.plan(*arguments), inputs
     if ranges.dtype != torch.int32:
         return plan.plan(*arguments), inputs  # raises an error that names the dtype
-    content = content_of(ranges)
+    content = content_of(ranges.numpy())
     found = _plan_in_parts(arguments, content, chosen)
     if found is not None:
         return found, inputs
@@ -66,14 +71,90 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
     return plan.plan(*arguments), inputs
 
 
+KEPT_MARK = "_attn_core_ids"
+"""The attribute of a tensor of ids with what was read from it: a weak reference, the version, and the bytes."""
+
+
+def resolve_eagerly(arguments: Arguments, inputs: Inputs) -> tuple[Plan, Inputs]:
+    """Returns ``resolve`` of a call that nothing observes: ids of its mask may be read."""
+    found = _plan_of_ids(arguments, inputs.aux0, may_wait=True) if inputs.aux0 is not None else None
+    return resolve(arguments, inputs) if found is None else (found, inputs)
+
+
+def documents_of(arguments: Arguments, inputs: Inputs) -> Selection | None:
+    """Returns the Selection of an eager call that runs on documents, None for another; waits for no GPU."""
+    spec, target, names = plan.request(*arguments)
+    rows = by_chunks(spec)
+    if rows is None and inputs.aux0 is not None and explain(spec, target, names).backend is not None:
+        found = _plan_of_ids(arguments, inputs.aux0, may_wait=False)
+        rows = None if found is None else found.rows
+    return None if rows is None else select_documents(rows, target, names)
+
+
+def _plan_of_ids(arguments: Arguments, ids: Tensor, may_wait: bool) -> Plan | None:
+    """Returns the plan on documents of a call whose mask shows equal ids; None for any other call."""
+    if type(ids) is not Tensor or not _compares_ids(arguments):
+        return None
+    content = _ids_on_host(ids, may_wait)
+    return None if content is None else _plan_by_ids(arguments, content)
+
+
+@from_records(maxsize=1024)
+def _compares_ids(arguments: Arguments) -> bool:
+    groups = groups_in(plan.request(*arguments)[0])
+    return groups is not None and groups.array is not None
+
+
+def _ids_on_host(ids: Tensor, may_wait: bool) -> bytes | None:
+    """Returns ids as the bytes of their low 32 bits; None if they should not be read.
+
+    What is on a GPU is read on the default stream alone: a program that will capture a CUDA graph warms up on another
+    one, and must compile what the graph will run, which may read nothing.
+    """
+    if ids.is_cpu:
+        return content_of(ids.numpy())
+    kept = getattr(ids, KEPT_MARK, None)
+    if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or ids.is_inference():
+        return None
+    if torch._C._cuda_getCurrentRawStream(ids.device.index):
+        return None
+    if kept is None or kept[0]() is not ids or kept[1] != ids._version:  # a deep copy has its original's attributes
+        if not may_wait:
+            return None
+        keep_ids(ids, ids.cpu().numpy())
+        kept = getattr(ids, KEPT_MARK)
+    return kept[2]  # type: ignore[no-any-return]
+
+
+def keep_ids(ids: Tensor, values: np.ndarray) -> None:
+    """Keeps the values of a tensor on a GPU that may be ids, so that nobody waits for them."""
+    if type(ids) is Tensor and ids.is_cuda and values.dtype.kind in "iu" and not ids.is_inference():
+        setattr(ids, KEPT_MARK, (weakref.ref(ids), ids._version, content_of(values)))
+
+
+@from_records(maxsize=64)
+def _plan_by_ids(arguments: Arguments, content: bytes) -> Plan | None:
+    """Returns a call's plan on documents; None if an id comes back behind another one, or no kernel is faster."""
+    entries, *_, switches = arguments
+    spec, target, names = plan.request(*arguments)
+    rows = by_ids(spec, np.frombuffer(content, np.int32).reshape(entries.aux0[0]))
+    if rows is None:
+        return None
+    # Also where ids cannot be read, the call must run: a backend that is named runs functions, or raises.
+    whole = plan.plan(*arguments)
+    limits_plans, device = switches is None, entries.q[2]
+    with torch.inference_mode(False):  # a call outside of inference mode reads the offsets, too
+        return plan.on_documents(rows, spec, target, names, device, limits_plans=limits_plans, instead=whole.backend)
+
+
 _recent: tuple[tuple[bytes, Any], ...] = ()
-"""The contents of the last few ranges, as bytes and as the numbers in them."""
+"""The contents of the last few ranges and ids, as bytes and as the numbers in them."""
 
 
-def content_of(ranges: Tensor) -> bytes:
-    """Returns the bytes of int32 ranges. Ranges that were seen lately get the same object, whose hash is known."""
+def content_of(numbers: np.ndarray) -> bytes:
+    """Returns the low 32 bits of ints as bytes: of those that were seen lately the same object, whose hash is known."""
     global _recent
-    values = ranges.numpy().reshape(-1)
+    values = numbers.astype(np.int32, copy=False).reshape(-1)
     for content, known in _recent:
         if known.shape == values.shape and (known == values).all():
             return content

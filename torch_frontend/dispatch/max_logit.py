@@ -43,7 +43,11 @@ class Capture:
 
     def of(self, call_plan: plan.Plan, device: torch.device) -> plan.Plan:
         """Returns the plan with a forward that also leaves the largest logits here; the plan itself if it has none."""
-        own = None if call_plan.in_parts else backends.load(call_plan.backend, backends.kind_of(str(device)))
+        own = (
+            None
+            if call_plan.in_parts or call_plan.instead
+            else backends.load(call_plan.backend, backends.kind_of(str(device)))
+        )
         function = own and own.forward_with_maximum(call_plan.spec)
         if not function:
             return call_plan  # ``max_logit`` stays None, and the caller makes a pass

@@ -15,6 +15,7 @@ import torch
 
 from attn_core.backends import names
 from attn_core.backends.shared.autograd import refuse_second_derivative
+from attn_core.backends.shared.caches import keeping_nothing
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
@@ -86,7 +87,8 @@ def _chosen(call_plan: Plan) -> Tensor:
 
     It is the place of the plan's backend in ``names()``, plus their number if the plan runs in parts.
     """
-    return torch.tensor(names().index(call_plan.backend) + len(names()) * call_plan.in_parts, device="cpu")
+    name = call_plan.instead or call_plan.backend
+    return torch.tensor(names().index(name) + len(names()) * call_plan.in_parts, device="cpu")
 
 
 def _chosen_backend(number: int) -> tuple[str, bool]:
@@ -99,7 +101,7 @@ def _forward_op(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     inputs, how = complete(arguments)
     call_plan, inputs = _op_plan(inputs, how)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
-    with switched_off(inputs.q.device):
+    with switched_off(inputs.q.device), keeping_nothing():
         out, lse = run_forward(call_plan, inputs)
     # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.
     check_forward(call_plan, inputs.q, out[0] if call_plan.one_row else out, lse)
@@ -124,7 +126,7 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     # The saved offsets are the caller's, not completed ones, so the backward completes them as the forward did.
     dout, dlse, out, lse, chosen, *call = arguments
     inputs, how = complete(call)
-    with switched_off(inputs.q.device):
+    with switched_off(inputs.q.device), keeping_nothing():
         call_plan, inputs = _op_plan(inputs, how, chosen)
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)
     check_backward(call_plan, inputs, results)

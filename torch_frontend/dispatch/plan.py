@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,12 +22,14 @@ from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.functions import AUX
+from attn_core.call.grouped_rows import GroupedRows, by_chunks
 from attn_core.call.hints import remedy_of
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Selection, Target, explain, new_plans, select
+from attn_core.selection import on_documents as select_documents
 from torch_frontend.dispatch import sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.mask_objects import Visible, as_options, is_object
 
@@ -89,6 +91,10 @@ class Plan(NamedTuple):
     """Whether the backend's functions accept ``into``, buffers for their results."""
     in_parts: bool = False
     """Whether the backend computes the call's key ranges in parts, see ``in_parts``."""
+    rows: GroupedRows | None = None
+    """The packed documents that a dense call runs on; None if it runs as it is."""
+    instead: str | None = None
+    """For a call on such documents, a backend that runs it where no value may be read."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -111,12 +117,17 @@ def plan(
         switches: torch's flags during the call, ``sdpa_flags.now()``.
     """
     new_plans.evicted(plan)
-    selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
+    spec, target, names = request(metadata, options, needs_backward, bias_gradient, requested, switches)
+    rows = by_chunks(spec)
+    if rows is not None:
+        found = on_documents(rows, spec, target, names, metadata.q[2], limits_plans=switches is None)
+        if found is not None:
+            return found
+    selection = select(spec, target, names)
     new_plans.selected(selection)
     # A caller who names a backend, or leaves it alone by torch's flags, decides about its plans himself.
     if selection.requested is None and switches is None:
         note_plan_of(selection.spec, selection.backend or "", selection.target.kind)
-    spec = selection.spec
     device, one_row = metadata.q[2], _has_one_row(spec, metadata)
     return plan_on(selection.backend or "", spec, selection.target, device, metadata.mask, metadata.bias, one_row)
 
@@ -137,6 +148,85 @@ def plan_on(
     functions = record.forward, record.backward, _with_four_axes(record.shortcut_of(spec), mask, bias)
     forward, backward, shortcut = [on_device(function, device) for function in functions]
     return Plan(spec, name, forward, backward, one_row, shortcut, bool(record.writes_into))
+
+
+def on_documents(
+    rows: GroupedRows,
+    spec: AttentionSpec,
+    target: Target,
+    names: tuple[str, ...] | None,
+    device: torch.device,
+    *,
+    limits_plans: bool,
+    instead: str | None = None,
+) -> Plan | None:
+    """Returns the plan of a dense call on packed documents; None if its mask should stay a function.
+
+    Args:
+        spec: of the dense call; target, names: see ``request``.
+        limits_plans: whether torch's flags leave all backends alone.
+        instead: see ``Plan``; the backend of the documents if None.
+    """
+    limits_plans = limits_plans and names is None
+    selection = select_documents(rows, without_more_plans(target, rows.spec) if limits_plans else target, names)
+    if selection is None or selection.backend is None:
+        return None
+    new_plans.selected(selection)
+    if limits_plans:
+        note_plan_of(rows.spec, selection.backend, target.kind)
+    inner = plan_on(selection.backend, rows.spec, selection.target, device, None, None, one_row=False)
+    offsets = _offsets_of_chunks if rows.chunk is not None else torch.from_numpy(rows.offsets).to(device)
+    forward = partial(_forward_on_documents, inner, rows, offsets)
+    backward = partial(_backward_on_documents, inner, rows, offsets)
+    name = selection.backend
+    return Plan(spec, name, forward, backward, one_row=False, rows=rows, instead=instead or name)
+
+
+def _offsets_of_chunks(rows: GroupedRows, spec: AttentionSpec, device: torch.device) -> Tensor:
+    """Returns the offsets of chunks, computed on the device: nothing is kept, so a CUDA graph may contain it."""
+    assert rows.chunk is not None
+    tokens, whole, rest = spec.q_len, *divmod(spec.q_len, rows.chunk)
+    count = whole + (rest > 0)
+    numbers = torch.arange(spec.batch * count + 1, dtype=torch.int32, device=device)
+    return numbers * rows.chunk if not rest else numbers // count * tokens + numbers % count * rows.chunk
+
+
+def _end_to_end(rows: GroupedRows, offsets: Any, spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    """Returns the inputs of a dense call with its rows end to end: ``[batch, tokens, ...] -> [batch * tokens, ...]``"""
+    offsets = offsets if isinstance(offsets, Tensor) else offsets(rows, spec, inputs.q.device)
+    q, k, v = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in inputs[:3])
+    return Inputs(q, k, v, sinks=inputs.sinks, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def _forward_on_documents(
+    inner: Plan, rows: GroupedRows, offsets: Any, spec: AttentionSpec, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
+    out, lse = inner.forward(rows.spec, _end_to_end(rows, offsets, spec, inputs))
+    # [heads, batch * tokens] -> [batch, heads, tokens]
+    return out.view(spec.out_shape), lse.view(-1, spec.batch, spec.q_len).transpose(0, 1)
+
+
+def _backward_on_documents(
+    inner: Plan,
+    rows: GroupedRows,
+    offsets: Any,
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    out, dout = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (out, dout))
+    lse, dlse = _of_all_rows(lse), None if dlse is None else _of_all_rows(dlse)
+    gradients = inner.backward(rows.spec, _end_to_end(rows, offsets, spec, inputs), out, lse, dout, dlse)
+    dq, dk, dv = (each.view(like.shape) for each, like in zip(gradients[:3], inputs[:3], strict=False))
+    return gradients._replace(dq=dq, dk=dk, dv=dv)
+
+
+def _of_all_rows(lse: Tensor) -> Tensor:
+    """``[batch, heads, tokens] -> [heads, batch * tokens]``"""
+    return lse.transpose(0, 1).flatten(1)
 
 
 class PlanBeside(NamedTuple):
@@ -226,7 +316,7 @@ def request(
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
     switches: sdpa_flags.Switches | None = None,
-) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
+) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     """Returns the arguments of ``select``: the spec, the target and the requested backends."""
     spec = build_spec(arrays_of(metadata), options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     target = sdpa_flags.limited(Target.here("torch", device_name(metadata.q[2])), switches)

@@ -23,6 +23,7 @@ from attn_core.call.masks import FAR
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.building import build, constant
+from attn_core.expressions.properties import aux_numbers
 from attn_core.expressions.tree import Expression
 
 if TYPE_CHECKING:
@@ -119,14 +120,17 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Lane = own_ke
         return tuple(arrays)
     spec = with_band_in_function(spec)
 
-    def make() -> tuple[Tensor, ...]:
-        states = None if spec.mask_mod is None else block_tables.states(spec, arrays, inputs.q.device, lane)
-        table, spans = block_tables.table(spec, inputs, states, half == "forward", lane)
-        return (*table, *arrays) if spans is None else (*table, spans, *arrays)
+    device = inputs.q.device
 
-    if arrays or inputs.key_ranges is None or lane is not own_kernels:
-        return make()
-    return made_from(inputs.key_ranges, (spec, half), make)
+    def make() -> tuple[Tensor, ...]:
+        states = None if spec.mask_mod is None else block_tables.states(spec, arrays, device, lane)
+        table, spans = block_tables.table(spec, inputs, states, half == "forward", lane)
+        return tuple(table) if spans is None else (*table, spans)
+
+    # A caller may change an array at any time. What reads none is the same for all layers of a model.
+    reads_arrays = spec.mask_mod is not None and aux_numbers(spec.mask_mod)
+    kept = lane is own_kernels and not reads_arrays
+    return (*(made_from(inputs.key_ranges, (spec, half), make, device) if kept else make()), *arrays)
 
 
 def program_inputs(inputs: Inputs) -> Inputs:

@@ -7,7 +7,9 @@ tensor only if the tensor is our own copy of values on the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, lru_cache, wraps
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attn_core.call.after_fork import after_fork
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Result = TypeVar("Result")
@@ -73,7 +76,7 @@ def forget() -> None:
 
 
 MOST_RESULTS = 8
-"""The most results that are kept for a tensor. Beyond it all of them are dropped."""
+"""The most results that are kept for a tensor, and for none. Beyond it all of them are dropped."""
 _results: dict[int, dict[Hashable, Any]] = {}
 """By the address of a constant tensor, what was made from it."""
 
@@ -86,17 +89,33 @@ def declare(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def made_from(tensor: Tensor, key: Hashable, make: Callable[[], Result]) -> Result:
-    """Returns the result of ``make``, kept by ``key`` and torch's current stream if the tensor is a constant.
+_of_no_tensor: dict[Hashable, Any] = {}
+"""What was made from no tensor, but from the call alone."""
+_keeps = ContextVar("keeps", default=True)
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """In the block ``made_from`` keeps and reuses nothing. For the body of an op: while the CUDA graph of a compiled
+    program warms up, new memory belongs to the graph."""
+    token = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
+
+
+def made_from(tensor: Tensor | None, key: Hashable, make: Callable[[], Result], device: torch.device) -> Result:
+    """Returns the result of ``make``, kept by ``key`` and torch's current stream if the tensor is a constant, or None.
 
     While a CUDA graph is captured nothing is kept or reused: the graph has its own memory.
     """
     import torch
 
-    kept = _results.get(tensor.data_ptr())
-    if kept is None or torch.cuda.is_current_stream_capturing():
+    kept = _of_no_tensor if tensor is None else _results.get(tensor.data_ptr())
+    if kept is None or not _keeps.get() or torch.cuda.is_current_stream_capturing():
         return make()
-    place = key, torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    place = key, device.index, torch._C._cuda_getCurrentRawStream(device.index)
     result = kept.get(place)
     if result is None:
         if len(kept) >= MOST_RESULTS:
