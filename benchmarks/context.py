@@ -156,6 +156,12 @@ def described(row: Row) -> dict[str, Any]:
     return {**row._asdict(), "words": row.words, "measured": {}, "error": ""}
 
 
+def store(task: dict[str, Any], rows: list[dict[str, Any]], device: str) -> None:
+    """Writes what a framework's processes measured so far, because the launcher may end them."""
+    result = {"rows": rows, "device": device, "dtype": "bfloat16" if task["device"] == "cuda" else "float32"}
+    Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints the tables; returns an exit code: 1 if no row was measured."""
     options = parser(__doc__)
@@ -198,7 +204,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
                 _combine(combined, framework, json.loads(out.read_text(encoding="utf-8")))
             elif code and framework == "torch":
                 return None
-    combined["jax in one process"] = True
     combined["environment"], combined["seed"], combined["ranks"] = environment(), options.seed, options.ranks
     return combined
 

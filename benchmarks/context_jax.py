@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import SeqInfo
-from benchmarks.context import REST, Row, described, rows_of, way_of
+from benchmarks.context import REST, Row, described, rows_of, store, way_of
 from benchmarks.measure import reason, timed
 from benchmarks.tables import DIRECTIONS
 from jax_frontend import shard_sequence
@@ -48,10 +48,7 @@ def main(task: dict[str, Any]) -> None:
             except Exception as error:
                 entry["measured"][direction] = {"error": reason(error)}
         measured.append(entry)
-        # After every row, because the launcher may end this process.
-        device = jax.devices()[0].device_kind
-        result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
-        Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
+        store(task, measured, jax.devices()[0].device_kind)
 
 
 def _measure(mesh: Any, row: Row, direction: str, chosen: str, on_gpu: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
 from attn_core import SeqInfo
-from benchmarks.context import REST, Row, described, rows_of, way_of
+from benchmarks.context import REST, Row, described, rows_of, store, way_of
 from benchmarks.measure import reason, release, settle, take_turns
 from benchmarks.tables import CHOSEN, DIRECTIONS, ONE
 from torch_frontend.context_parallel.attention import (
@@ -141,12 +141,10 @@ def _measure(mesh: DeviceMesh, rows: tuple[Row, ...], task: dict[str, Any]) -> N
 
 
 def _write(measured: list[dict[str, Any]], mesh: DeviceMesh, task: dict[str, Any]) -> None:
-    """Writes what was measured so far, because the launcher may end this process."""
     if dist.get_rank() == 0:
         on_gpu = mesh.device_type == "cuda"
         device = torch.cuda.get_device_name() if on_gpu else "CPU, tiny rows: a trial of the program, no measurement"
-        result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
-        Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
+        store(task, measured, device)
 
 
 def _chosen_and_one(shares: Shares, direction: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -30,7 +30,7 @@ from attn_core.selection import Target, refusals
 from benchmarks import tables
 from benchmarks.fit.calls import SweepCase, as_called, flops, random_calls
 from benchmarks.fit.sweep import candidates
-from benchmarks.measure import Calls, Row, device_name, environment, measure, parser, ran, reason
+from benchmarks.measure import Calls, Row, device_name, environment, graphed, measure, parser, ran, reason
 from torch_frontend import attention
 
 Tensor = torch.Tensor
@@ -111,19 +111,6 @@ def _dense(spec: AttentionSpec, mask: Tensor | None, bias: Tensor | None) -> Ten
     return bias.masked_fill(~mask, -torch.inf)
 
 
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns the replay of a CUDA graph of GRAPHED calls."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPHED):
-            call()
-    return graph.replay
-
-
 def timed(spec: AttentionSpec, by_name: bool) -> Row:
     """Times a call beside F.sdpa, eager and in a graph; ``by_name``: and each backend that can run it."""
     call, target = Call(spec), Target.here("torch", device_of(None, "torch"))
@@ -141,7 +128,7 @@ def timed(spec: AttentionSpec, by_name: bool) -> Row:
     row = measure(calls, turn=TURN)
     for name, each in both:
         try:
-            graphs[name + IN_GRAPH] = graphed(each)
+            graphs[name + IN_GRAPH] = graphed(each, GRAPHED)
         except Exception as error:  # a call that cannot be captured
             row["not_run"][name + IN_GRAPH] = reason(error)
     for name, seconds in measure(graphs, turn=TURN)["seconds"].items():

@@ -37,13 +37,13 @@ SOFTCAP, DOCUMENTS, CHAIN, STEPS = 50.0, 16, 24, 8
 TURN, REST = 0.05, 0.3
 """Seconds of a turn, and before each turn: a GPU is slower after a kernel that drew much power."""
 Attend = Callable[..., Any]
-PEERS: dict[str, dict[str, Callable[[], Attend]]] = {
-    FORWARD: {"flash3": torch_peers.flash3_op},
-    TRAINING: {},
+WITH_GRADIENTS: dict[str, Callable[[], Attend]] = {
+    "flash2": torch_peers.flash2,
+    "flash4": torch_peers.flash4,
+    "sdpa_cudnn": torch_peers.aten_cudnn,
+    "sdpa_flash": torch_peers.aten_flash,
 }
-for _peers in PEERS.values():
-    _peers |= {"flash2": torch_peers.flash2, "flash4": torch_peers.flash4}
-    _peers |= {"sdpa_cudnn": torch_peers.aten_cudnn, "sdpa_flash": torch_peers.aten_flash}
+PEERS = {FORWARD: {"flash3": torch_peers.flash3_op, **WITH_GRADIENTS}, TRAINING: WITH_GRADIENTS}
 WIDE = GemmaConfig(
     hidden_size=1024,
     mlp_size=4096,
@@ -104,9 +104,9 @@ def in_jax(make: Callable[[], Attend], what: str, shape: tuple[int, ...] = LARGE
     return lambda: program(q, k, v, dout)
 
 
-def ours(backend: str | None = None, **options: Any) -> Callable[[], Attend]:
-    """Makes ``attention`` in torch, on the automatic choice without a backend."""
-    return lambda: partial(torch_frontend.attention, causal=True, backend=backend, **options)
+def ours(backend: str | None = None, frontend: Any = torch_frontend, **options: Any) -> Callable[[], Attend]:
+    """Makes ``attention``, on the automatic choice without a backend."""
+    return lambda: partial(frontend.attention, causal=True, backend=backend, **options)
 
 
 def causal(what: str) -> Row:
@@ -151,8 +151,8 @@ def jitted(what: str) -> Row:
     calls: Calls = {}
     for name in ("flash3", "flash4") if what == FORWARD else ("flash4",):
         calls[f"attention in torch {name}"] = in_torch(ours(name), what)
-        calls[f"attention in JAX {name}"] = in_jax(_in_jax(name), what)
-    calls["attention in JAX"] = in_jax(_in_jax(None), what)
+        calls[f"attention in JAX {name}"] = in_jax(ours(name, jax_frontend), what)
+    calls["attention in JAX"] = in_jax(ours(None, jax_frontend), what)
     for name, peer in (("jax.nn cudnn", "jax.nn, cuDNN"), ("tokamax mosaic", "tokamax, Mosaic GPU")):
         calls[name] = in_jax(partial(jax_peers.PEERS[peer], {"causal": True}), what)
     return _large(what, calls)
@@ -161,7 +161,7 @@ def jitted(what: str) -> Row:
 def tiny_chain() -> Row:
     """Returns the time of a tiny call in a jitted chain of them, in which the bridge weighs most."""
     makers: dict[str, Callable[[], Attend]] = {
-        f"attention in JAX {name}": _in_jax(name) for name in ("flash3", "flash4")
+        f"attention in JAX {name}": ours(name, jax_frontend) for name in ("flash3", "flash4")
     }
     makers["jax.nn cudnn"] = partial(jax_peers.PEERS["jax.nn, cuDNN"], {"causal": True})
     found = measure({name: in_jax(make, FORWARD, TINY, CHAIN) for name, make in makers.items()}, turn=TURN)
@@ -197,10 +197,6 @@ def training_step() -> Row:
         "jax.nn cudnn": steps(JAX_NN, implementation="cudnn"),
     }
     return measure(calls, turn=0.2, rounds=15)
-
-
-def _in_jax(backend: str | None) -> Callable[[], Attend]:
-    return lambda: partial(jax_frontend.attention, causal=True, backend=backend)
 
 
 def _flops(what: str) -> float:

@@ -10,7 +10,7 @@ process, and so do attentions of other JAX packages (benchmarks/jax_peers.py) th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,8 @@ class Case:
         self.tensors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
         self.arrays = [jax.dlpack.from_dlpack(tensor) for tensor in self.tensors]
         self.training, self.backend, self.peers = training, backend, peers
-        self.in_torch = {name: self._moved(value, _to_torch) for name, value in options.items()}
+        to_gpu = partial(torch.as_tensor, device="cuda")
+        self.in_torch = {name: self._moved(value, to_gpu) for name, value in options.items()}
         self.in_jax = {name: self._moved(value, jnp.asarray) for name, value in options.items()}
 
     @staticmethod
@@ -93,10 +94,6 @@ class Case:
             peers, facts["left_out"], facts["differences"] = ran
             calls |= peers
         return facts | in_turns(calls)
-
-
-def _to_torch(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array).cuda()
 
 
 def _lane(text: str) -> str:
@@ -159,10 +156,5 @@ def jobs() -> Jobs:
     return found | {(name, "decoding"): partial(decoding, *sizes) for name, sizes in DECODING.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the calls, writes the raw times if --json is given, and prints the tables."""
-    return run(__doc__, jobs(), jax_calls, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, jobs(), jax_calls))

@@ -30,11 +30,6 @@ def _only(options: dict[str, Any], *known: str) -> None:
             raise Unfit(f"takes no {'offsets' if isinstance(value, SeqInfo) else name}")
 
 
-def _one_width(q: Any, v: Any) -> None:
-    if q.shape[-1] != v.shape[-1]:
-        raise Unfit(f"takes no value_dim {v.shape[-1]} beside head_dim {q.shape[-1]}")
-
-
 def _window(options: dict[str, Any]) -> tuple[int, int] | None:
     return None if "window" not in options else (options["window"] - 1, 0)
 
@@ -51,7 +46,8 @@ def jax_nn(options: dict[str, Any], implementation: str) -> Attend:
     call = partial(jax.nn.dot_product_attention, is_causal=options["causal"], implementation=implementation)
 
     def attend(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
-        _one_width(q, v)
+        if q.shape[-1] != v.shape[-1]:
+            raise Unfit(f"takes no value_dim {v.shape[-1]} beside head_dim {q.shape[-1]}")
         mask = None if ids is None else (ids[:, None, :, None] == ids[:, None, None, :])
         return call(q, k, v, mask=mask, local_window_size=_window(options))
 

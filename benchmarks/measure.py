@@ -91,6 +91,21 @@ def timed(call: Callable[[], Any], calls: int, warm: bool = True) -> float:
     return (time.perf_counter() - began) / calls
 
 
+def graphed(call: Callable[[], Any], count: int) -> Callable[[], Any]:
+    """Returns the replay of a CUDA graph of so many calls in torch."""
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return lambda: (graph.replay(), call)[0]  # ``call`` holds the tensors that the graph's kernels read
+
+
 def settle(result: Any) -> None:
     """Waits for the arrays of JAX in a result, or for all work of torch on its GPU."""
     if "jax" in sys.modules:

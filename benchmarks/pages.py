@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.paged.pools import bytes_per_token
-from benchmarks.measure import Calls, Jobs, Row, measure, run
+from benchmarks.measure import Calls, Jobs, Row, graphed, measure, run
 from benchmarks.tables import pages
 from torch_frontend import append_kv, explain_paged, flash_attn, paged_attention
 
@@ -126,19 +126,9 @@ def appends() -> Row:
     ):
         pool = Pool(QUANTISED, dtype)
         k, v = (torch.randn(64, QUANTISED.kv_heads, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        calls[name] = _graph(partial(append_kv, *pool.pools, k, v, **pool.tables, **pool.scales, **options))
+        append = partial(append_kv, *pool.pools, k, v, **pool.tables, **pool.scales, **options)
+        calls[name] = graphed(append, GRAPH)
     return in_turns(calls)
-
-
-def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns the replay of a CUDA graph of GRAPH calls."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH):
-            call()
-    return lambda: (graph.replay(), call)[0]  # ``call`` holds the tensors that the graph's kernels read
 
 
 def cache(sequences: int, tokens: int) -> Row:

@@ -46,13 +46,11 @@ def rows_of(result: Result, call: str) -> dict[str, Row]:
 
 def speeds(result: Result) -> str:
     """Returns the median time of every candidate of ``benchmarks.gpu``, and its TFLOP/s if the operations are known."""
-    rows = [
-        [row["call"], row["what"], name, f"{1e6 * seconds:,.1f}", f"{row['flops'] / seconds / 1e12:,.0f}"]
-        if "flops" in row
-        else [row["call"], row["what"], name, f"{1e6 * seconds:,.1f}", ""]
-        for row in result["calls"]
-        for name, seconds in medians(row["seconds"]).items()
-    ]
+    rows = []
+    for row in result["calls"]:
+        for name, seconds in medians(row["seconds"]).items():
+            rate = f"{row['flops'] / seconds / 1e12:,.0f}" if "flops" in row else ""
+            rows.append([row["call"], row["what"], name, f"{1e6 * seconds:,.1f}", rate])
     return lines_of(["call", "", "candidate", "median µs", "TFLOP/s"], rows)
 
 
@@ -433,13 +431,12 @@ MIB = 2.0**20
 def context_head(result: Result) -> str:
     """Returns where and how rows over ranks were measured."""
     ranks, where = result["ranks"], result["environment"]
-    of_jax = "one process for all ranks" if result.get("jax in one process") else "a process for each rank"
     return (
         f"{ranks} ranks on {result['device']}, {result['dtype']}, {where['date']}, Python {where['python']}; "
         f"{versions_of(result, python=False)}. Drawn rows: seed {result['seed']}. E = T1 / ({ranks} T{ranks}): the "
         "time of one rank for the whole row, divided by the ranks' time and number. Medians over rounds in which the "
         'candidates took turns; the slowest rank counts. "chosen" is the way that choose_layout would '
-        f"take, over all strategies and layouts. JAX runs the chosen way in {of_jax}."
+        f"take, over all strategies and layouts. JAX runs the chosen way in one process for all ranks."
     )
 
 

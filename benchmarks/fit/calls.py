@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -101,11 +102,8 @@ LIMITS = {
 
 
 def random_calls(seed: int, kind: str) -> Iterator[SweepCase]:
-    """Yields the calls of a seed for a kind of device ("cpu" or "cuda"), without end."""
-    number = 0
-    while True:
-        yield random_call(seed, number, kind)
-        number += 1
+    """Returns the calls of a seed for a kind of device ("cpu" or "cuda"), without end."""
+    return (random_call(seed, number, kind) for number in count())
 
 
 def random_call(seed: int, number: int, kind: str) -> SweepCase:

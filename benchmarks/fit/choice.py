@@ -33,6 +33,7 @@ from benchmarks.fit.records import (
     static_order,
     summary,
 )
+from benchmarks.tables import lines_of
 
 FOLDS = 10
 
@@ -213,27 +214,28 @@ def report(fitting: Fitting, judge: bool = False) -> str:
     if fitting.kind == "cuda":
         kinds[f"{source}, torch alone"] = regrets(fitting.counted, ranked, TORCH_ALONE)
     kinds["static order"] = regrets(fitting.counted, static_order(raw))
-    lines = ["| order | direction | calls | geometric mean | 99th percentile | worst | where |", "|---" * 7 + "|"]
+    rows = []
     for kind, chosen in kinds.items():
         for direction, facts in summary(chosen).items():
-            numbers = f"{facts['geometric mean']:.3f} | {facts['99th percentile']:.2f} | {facts['worst']:.2f}"
-            lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
+            numbers = f"{facts['geometric mean']:.3f}", f"{facts['99th percentile']:.2f}", f"{facts['worst']:.2f}"
+            rows.append([kind, direction, str(facts["cases"]), *numbers, facts["worst case"]])
+    lines = [lines_of(["order", "direction", "calls", "geometric mean", "99th percentile", "worst", "where"], rows)]
     goals = ", ".join(f"{name} at most {value}" for name, value in GOALS[fitting.kind].items())
     lines.append(f"\nGoals for unseen calls: {goals}.\n")
     if ratios := speeds_beside(fitting.counted, kinds[source]):
-        lines += speed_table(ratios)
+        lines.append(speed_table(ratios))
         lines.append("\nTimes as fast as the framework's own function, for the calls that it can express.\n")
     return "\n".join(lines)
 
 
-def speed_table(ratios: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> list[str]:
+def speed_table(ratios: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> str:
     """Returns a Markdown table of what ``speeds_beside`` returns: (times as fast, call) by function and direction."""
-    lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
+    rows = []
     for (name, direction), pairs in ratios.items():
         mean = geometric_mean(ratio for ratio, _ in pairs)
         slower, (lowest, where) = sum(ratio < 0.95 for ratio, _ in pairs), min(pairs)
-        lines.append(f"| {name} | {direction} | {len(pairs)} | {mean:.3f} | {slower} | {lowest:.2f} | {where} |")
-    return lines
+        rows.append([name, direction, str(len(pairs)), f"{mean:.3f}", str(slower), f"{lowest:.2f}", where])
+    return lines_of(["beside", "direction", "calls", "geometric mean", "below 0.95", "lowest", "where"], rows)
 
 
 def speeds_beside(
