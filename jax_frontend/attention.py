@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Never, Unpack, overload
 
@@ -79,7 +80,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     seq_info: SeqInfoLike = None,
-    layout: Layout = "bshd",
+    layout: Layout | None = None,
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -117,8 +118,8 @@ def attention(
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
             A SeqInfo is a pytree: its offsets may be traced, its maximum lengths are static.
-        layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
-            ``[heads, tokens, head_dim]``. Everything else keeps its shape.
+        layout: "bshd" as above, also None; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``,
+            packed ``[heads, tokens, head_dim]``. Everything else keeps its shape.
         dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key. Which weights drop depends
             on the key and on their indices in the whole call, inside ``jax.shard_map`` on those in the device's shard.
         deterministic: use only kernels that give the same bits on every run.
@@ -144,6 +145,8 @@ def attention(
         refuse_unknown(attention, unknown, positional)
     check_flag("return_max_logit", return_max_logit)
     check_process()  # before the axes are exchanged, which runs JAX
+    if layout is None and seq_info is None and checks.enabled():
+        checks.warn_of_layout(q, k, sys._getframe(1))
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
     segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
@@ -192,9 +195,9 @@ def _attend_in_parts(*call: Any) -> Any:
     return one_device.attend(*call)
 
 
-def in_layout(results: Array | tuple[Array, ...], layout: Layout) -> Array | tuple[Array, ...]:
+def in_layout(results: Array | tuple[Array, ...], layout: Layout | None) -> Array | tuple[Array, ...]:
     """Returns the output, or a tuple that begins with it, with the output in a layout."""
-    if layout == "bshd":
+    if layout != "bhsd":
         return results
     return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Never, Unpack, overload
 
 import numpy as np
 import torch
 
-from attn_core.call import cache_rows
+from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_unknown
 from attn_core.call.keywords import AttentionKeywords, No, Yes
@@ -78,7 +79,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seq_info: SeqInfoLike = None,
-    layout: Layout = "bshd",
+    layout: Layout | None = None,
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -118,8 +119,8 @@ def attention(
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
-        layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
-            ``[heads, tokens, head_dim]``. Everything else keeps its shape.
+        layout: "bshd" as above, also None; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``,
+            packed ``[heads, tokens, head_dim]``. Everything else keeps its shape.
         dropout: probability of dropping a softmax weight. dropout_rng: the generator, best on the CPU; None: torch's.
         deterministic: use only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
@@ -202,11 +203,13 @@ def attention(
 
 
 def _attend_by_steps(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, rows: CacheRows | None, given: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, rows: CacheRows | None, given: dict[str, Any]
 ) -> Tensor | tuple[Tensor, ...]:
     """Runs a call with any property, and under any observer: a cache, a layout and nested tensors each become a call
     of ``attention`` without it, and then every argument is checked.
     """
+    if layout is None and given["seq_info"] is None and not torch.compiler.is_compiling() and checks.enabled():
+        checks.warn_of_layout(q, k, sys._getframe(2))
     if rows is not None:
         return dense_caches.attend(attention, (q, k, v), rows, {**given, "layout": layout})
     if check_layout(layout) == "bhsd":

@@ -6,13 +6,13 @@ checks need only metadata, so they run while a compiler traces, and before any k
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.kinds import check_int32, is_number
 from attn_core.call.masks import with_band_of_function, without_idle_sides
+from attn_core.call.observe import warn
 from attn_core.call.options import EXCHANGED_HINT, HEADS_FIRST_HINT, PLAIN, Options
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, LayoutWarning, ShapeError, SpecError
@@ -345,9 +345,16 @@ def warn_of_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> None:
     if not fits_heads_first(q, k) or q[2] != k[2] or q[2] <= q[1]:
         return
     if q[2] > MOST_HEADS or q[1] > k[1]:
-        warnings.warn(
+        warn(
             f"q, k: the shapes {list(q)} and {list(k)} are read as [batch, seq, heads, head_dim], which is {q[1]} "
             f"queries and {k[1]} keys of {q[2]} heads; {HEADS_FIRST_HINT}",
             LayoutWarning,
-            stacklevel=2,
         )
+
+
+def may_be_heads_first(q: tuple[int, ...], k: tuple[int, ...]) -> bool:
+    """Returns whether the shapes of q and k, of four axes, fit both layouts, so that only the caller knows which it is.
+
+    Then the second axis may count heads, and the third one tokens: it has as many of q as of k.
+    """
+    return fits_heads_first(q, k) and q[2] == k[2] > 1 and 1 < q[1] <= MOST_HEADS

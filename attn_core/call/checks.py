@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from attn_core.call.arguments import may_be_heads_first
 from attn_core.call.functions import AUX
 from attn_core.call.masks import visible
-from attn_core.call.observe import Switch, variable_of
+from attn_core.call.observe import OURS, Switch, variable_of, warn
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Array, dtype_name
 from attn_core.errors import ResultError
@@ -58,7 +60,24 @@ def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None],
         tokens: the query tokens that belong to a document; None for all. Later rows see no key by definition.
     """
     for finding in findings(spec, arrays, tokens):
-        warnings.warn(finding, CheckWarning, stacklevel=2)
+        warn(finding, CheckWarning)
+
+
+def warn_of_layout(q: Any, k: Any, caller: FrameType) -> None:
+    """Warns that a call does not say its layout, if the shapes of q and k fit both.
+
+    Args:
+        caller: the frame that calls ``attention``; our own layers and drop-ins know their layout.
+    """
+    shapes = [tuple(getattr(each, "shape", ())) for each in (q, k)]
+    if not all(len(shape) == 4 for shape in shapes) or not may_be_heads_first(*shapes):
+        return
+    if str(caller.f_globals.get("__name__", "")).partition(".")[0] not in OURS:
+        warn(
+            f"layout=None: expected 'bshd' or 'bhsd' while checks are on, because q {list(shapes[0])} and k "
+            f"{list(shapes[1])} are read as [batch, seq, heads, head_dim], but fit [batch, heads, seq, head_dim], too",
+            CheckWarning,
+        )
 
 
 def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> Iterator[str]:

@@ -78,7 +78,7 @@ class QkvPackedKeywords(EquinoxKeywords[Array], Generic[Array, Random], total=Fa
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse and return_max_logit."""
 
-    layout: Layout
+    layout: Layout | None
     kv_lengths: Array | np.ndarray | None
     kv_starts: Array | np.ndarray | None
     cache_index: Array | np.ndarray | None

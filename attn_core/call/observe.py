@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,13 +95,24 @@ def emit(event: str, message: str, **fields: object) -> None:
     level = EVENTS[event]
     if not log_enabled() or logger.level > level or logger.manager.disable >= level:
         return
-    file, line = _place()
+    frame = _users_frame()
+    file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     extra = {"attn": {"event": event, **fields}}
     logger.handle(logger.makeRecord(logger.name, level, file, line, f"{event}: {message}", (), None, extra=extra))
 
 
-def _place() -> tuple[str, int]:
-    """Returns the file and the line outside of our packages and of torch and JAX that led here; ("", 0) for none.
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the user's program that led here, so that each such line warns once, as Python does it."""
+    frame = _users_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    module, seen = str(frame.f_globals.get("__name__", "")), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, seen)
+
+
+def _users_frame() -> FrameType | None:
+    """Returns the frame outside of our packages and of torch and JAX that led here.
 
     Inside the command line and in threads that torch or XLA start there is none.
     """
@@ -110,9 +122,9 @@ def _place() -> tuple[str, int]:
         if package == "attn_core" and rest.startswith("cli"):
             break
         if package not in MACHINERY and package != "threading":
-            return frame.f_code.co_filename, frame.f_lineno
+            return frame
         frame = frame.f_back
-    return "", 0
+    return None
 
 
 class _LastHandler(logging.Handler):

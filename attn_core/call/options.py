@@ -288,7 +288,13 @@ OPTIONS = (
     Option("alibi_slopes", "Array | None", None, _ALL | _CALL, "Adds -slope * distance to the scores."),
     Option("sinks", "Array | None", None, _ALL, "One more logit for each head, without a value."),
     Option("seq_info", "SeqInfoLike", None, _ROWS | _CALL, "Packed documents, which never see each other."),
-    Option("layout", "Layout", "bshd", Door.ATTENTION, "The axes of q, k, v and the output: bshd or bhsd."),
+    Option(
+        "layout",
+        "Layout | None",
+        None,
+        Door.ATTENTION,
+        "The axes of q, k, v and the output: bshd, also for None, or bhsd.",
+    ),
     Option("dropout", "float", 0.0, _ROWS & ~Door.EQUINOX, "Probability of dropping a softmax weight.", _probability),
     Option("deterministic", "bool", False, _ALL & ~Door.EQUINOX, "Require equal bits every run.", check_flag),
     Option("backend", "str | tuple[str, ...] | None", None, _ALL | _LAYER, "Kernels in order of preference."),
@@ -325,7 +331,9 @@ EXCHANGED_HINT = "it fits if the axes of heads and sequence are exchanged: check
 
 
 def check_layout(layout: object) -> Layout:
-    """Returns one of the two layouts. Raises SpecError for any other value."""
+    """Returns one of the two layouts, "bshd" for None. Raises SpecError for any other value."""
+    if layout is None:
+        return "bshd"
     if not isinstance(layout, str) or layout not in get_args(Layout):
         raise SpecError(
             f"layout={shown(layout)}: expected 'bshd', which is [batch, seq, heads, head_dim], or 'bhsd', which is "

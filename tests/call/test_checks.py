@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from frameworks import BOTH, Framework
 
 import jax_frontend
 from attn_core import CheckWarning, SeqInfo, checks
+from attn_core.errors import LayoutWarning
+from torch_frontend.module import Attention
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 BATCH, LENGTH, HEADS = 2, 5, 3
@@ -28,7 +31,8 @@ def restored() -> Iterator[None]:
 
 def findings_of(framework: Framework, on: bool = True, **arguments: Any) -> list[str]:
     """The findings of a call of zeros with these arguments; numpy arrays become the framework's."""
-    call = {name: np.zeros((BATCH, LENGTH, HEADS, 8), np.float32) for name in "qkv"} | arguments
+    call: dict[str, Any] = {name: np.zeros((BATCH, LENGTH, HEADS, 8), np.float32) for name in "qkv"}
+    call |= {"layout": "bshd"} | arguments
     given = {name: framework.array(each) if isinstance(each, np.ndarray) else each for name, each in call.items()}
     with warnings.catch_warnings(record=True) as record, checks(on):
         warnings.simplefilter("always", CheckWarning)
@@ -108,6 +112,76 @@ def test_ints_beyond_32_bits_are_reported(framework: Framework, number: int) -> 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_usual_call_is_not_reported(framework: Framework, name: str) -> None:
     assert findings_of(framework, **RIGHT[name]) == []
+
+
+@everywhere
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+def test_a_layout_that_is_not_written_is_reported_if_both_fit(framework: Framework, kv_heads: int) -> None:
+    """Heads-first tensors of up to 128 tokens have such shapes: the default would read heads as positions."""
+    shapes = {"q": (BATCH, HEADS, LENGTH, 8), "k": (BATCH, kv_heads, LENGTH, 8), "v": (BATCH, kv_heads, LENGTH, 8)}
+    call = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    (message,) = findings_of(framework, **call, layout=None) if kv_heads > 1 else [_of_layouts(framework, call)]
+    assert message.startswith("layout=None: expected 'bshd' or 'bhsd'")
+    assert str(list(shapes["q"])) in message and str(list(shapes["k"])) in message
+    for layout in ("bhsd", "bshd"):
+        assert not [each for each in findings_of(framework, **call, layout=layout) if "layout" in each]
+    assert findings_of(framework, on=False, **call, layout=None) == []
+
+
+def _of_layouts(framework: Framework, call: dict[str, Any]) -> str:
+    """The finding about the layout of a call that has another one about shapes, too."""
+    return next(each for each in findings_of(framework, **call, layout=None) if each.startswith("layout"))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "heads", "kv_heads"),
+    [
+        (129, 129, 3, 3),  # models have no more than 128 heads
+        (5, 5, 4, 2),  # fewer keys than queries, if the first axis were heads
+        (5, 7, 3, 3),  # 7 kv heads do not divide 5
+        (1, 6, 3, 3),  # decoding
+    ],
+)
+def test_a_layout_that_alone_fits_need_not_be_written(
+    framework: Framework, q_len: int, kv_len: int, heads: int, kv_heads: int
+) -> None:
+    shapes = {"q": (1, q_len, heads, 8), "k": (1, kv_len, kv_heads, 8), "v": (1, kv_len, kv_heads, 8)}
+    call = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    assert findings_of(framework, **call, layout=None) == []
+
+
+@everywhere
+def test_our_own_functions_and_layers_know_their_layout(framework: Framework) -> None:
+    q = framework.zeros(BATCH, LENGTH, HEADS, 8)
+    with warnings.catch_warnings(), checks(True):
+        warnings.simplefilter("error", CheckWarning)
+        import_module(f"{framework.frontend.__name__}.flash_attn").flash_attn_func(q, q, q)
+        framework.frontend.attention_qkvpacked(framework.zeros(BATCH, LENGTH, 3, HEADS, 8))
+        if framework.name == "torch":
+            Attention(HEADS, 24)(framework.zeros(BATCH, LENGTH, 24))
+        packed = [framework.zeros(1, LENGTH, HEADS, 8)] * 3
+        framework.frontend.attention(*packed, seq_info=SeqInfo.from_lengths([2, 3]))
+
+
+@everywhere
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_finding_and_a_layout_that_looks_wrong_name_the_users_line(framework: Framework, jitted: bool) -> None:
+    if jitted and framework.name == "torch":
+        pytest.skip("a compiled call of torch is not checked")
+    few, many = framework.zeros(1, 2, 3, 8), framework.zeros(1, 2, 131 + jitted, 8)  # not planned before
+
+    def call(q: Any) -> Any:
+        return framework.frontend.attention(q, q, q)
+
+    with warnings.catch_warnings(record=True) as record, checks(True):
+        warnings.simplefilter("always")
+        for q in (few, many):
+            (jax.jit(call) if jitted else call)(q)
+        framework.frontend.explain(many, many, many)
+    here = call.__code__.co_firstlineno
+    found = {(each.category, each.filename, each.lineno - here) for each in record}
+    assert found == {(CheckWarning, __file__, 1), (LayoutWarning, __file__, 1), (LayoutWarning, __file__, 7)}
 
 
 @everywhere

@@ -72,7 +72,7 @@ def test_nan_of_the_input_is_not_blamed_on_the_kernel(framework: Framework) -> N
     x = X.copy()
     x[0, 0, 0, 0] = np.nan
     q = framework.array(x)
-    found = warnings_of(lambda: framework.frontend.attention(q, q, q, backend="math"))
+    found = warnings_of(lambda: framework.frontend.attention(q, q, q, layout="bshd", backend="math"))
     assert len(found) == 3 and all(re.match("[qkv]: 1 of 240 values are not finite", each) for each in found)
 
 
@@ -82,7 +82,7 @@ def test_infinity_in_masks_sinks_and_log_sum_exps_is_not_reported(framework: Fra
     hidden = np.zeros((1, 1, 5, 5), np.float32)
     hidden[..., 1:] = -np.inf
     options = {"bias": framework.array(hidden), "sinks": sinks, "return_lse": True, "backend": "math"}
-    assert warnings_of(lambda: framework.frontend.attention(q, q, q, **options)) == []
+    assert warnings_of(lambda: framework.frontend.attention(q, q, q, layout="bshd", **options)) == []
 
 
 @everywhere
@@ -104,7 +104,7 @@ def test_a_backward_on_another_thread_is_checked() -> None:
     with faulty("math", "backward", with_result(0, with_nan)), warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always", CheckWarning)
         with checks():
-            out = torch_frontend.attention(q, q.detach(), q.detach(), backend="math")
+            out = torch_frontend.attention(q, q.detach(), q.detach(), layout="bshd", backend="math")
         thread = threading.Thread(target=lambda: out.sum().backward())
         thread.start()
         thread.join()
@@ -175,7 +175,7 @@ FORMS: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
 
 
 def attend_in_torch(q: torch.Tensor) -> Any:
-    return torch_frontend.attention(q, q, q, return_lse=True, backend="math")
+    return torch_frontend.attention(q, q, q, layout="bshd", return_lse=True, backend="math")
 
 
 @cache
@@ -185,7 +185,7 @@ def compiled_in_torch() -> Any:
 
 
 def attend_in_jax(q: jax.Array) -> Any:
-    return jax_frontend.attention(q, q, q, return_lse=True, backend="math")
+    return jax_frontend.attention(q, q, q, layout="bshd", return_lse=True, backend="math")
 
 
 def run_with_lse(way: str) -> Any:

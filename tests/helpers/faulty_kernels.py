@@ -105,7 +105,7 @@ class Way(NamedTuple):
 
 def _attend_in_torch(q: torch.Tensor, backend: str | None) -> torch.Tensor:
     k = torch.from_numpy(X)
-    return TORCH.frontend.attention(q, k, k, causal=True, backend=backend)
+    return TORCH.frontend.attention(q, k, k, layout="bshd", causal=True, backend=backend)
 
 
 @cache
@@ -128,7 +128,7 @@ def _jax_call(direction: str, backend: str | None, compiled: bool) -> np.ndarray
     k = JAX.array(X)
 
     def attend(q: jax.Array) -> jax.Array:
-        return JAX.frontend.attention(q, k, k, causal=True, backend=backend)
+        return JAX.frontend.attention(q, k, k, layout="bshd", causal=True, backend=backend)
 
     function = attend if direction == "forward" else jax.grad(lambda q: attend(q).sum())
     return as_numpy((jax.jit(function) if compiled else function)(JAX.array(X)))

@@ -52,7 +52,7 @@ def attend(
     others: tuple[Any, ...] = tables
     if seq_info is not None:
         # The general path exchanges the axes of another layout first.
-        documents = None if is_observed() or options[-1] != "bshd" else _documents(q, k, v, seq_info)
+        documents = None if is_observed() or options[-1] not in (None, "bshd") else _documents(q, k, v, seq_info)
         if documents is None:
             return None
         queries, keys, *longest = documents
@@ -208,7 +208,7 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     """Prepares a call on q, k, v and key ranges. The values of ranges on the host decide what each call runs."""
     *plain, layout = request.options
     options = checked_options(*plain)
-    if layout != "bshd" or options.dropout or request.trains:
+    if layout not in (None, "bshd") or options.dropout or request.trains:
         return None
     q, k, v, ranges = request.entries
     assert q is not None and ranges is not None

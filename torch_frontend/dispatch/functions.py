@@ -67,7 +67,7 @@ def without_segments(
     tokens: Segments,
     visible: Visible,
     rows: tuple[torch.Tensor, torch.Tensor],
-    layout: Layout,
+    layout: Layout | None,
     seq_info: SeqInfoLike,
     alibi_slopes: torch.Tensor | None,
 ) -> Visible:

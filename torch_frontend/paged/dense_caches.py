@@ -267,7 +267,7 @@ def prepare(request: Request) -> Prepared | None:
     q, k, v, *arrays, sinks, slopes = request.entries
     assert q is not None and k is not None and v is not None
     named: dict[str, Any] = dict(zip(OPTIONS, request.options, strict=True))
-    if request.needs or named.pop("layout") != "bshd" or named["dropout"] != 0.0:
+    if request.needs or named.pop("layout") not in (None, "bshd") or named["dropout"] != 0.0:
         return None
     if any([entry is not None and entry[2] != q[2] for entry in request.entries]):
         return None  # the general path moves tables to q's device
