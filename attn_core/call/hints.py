@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Record = TypeVar("Record")
 
 _ALIGNED = 'add alignment="top_left" for the diagonal of torch and jax.nn, which differs if q_len is not kv_len'
 _DROPPING = "it always drops, so pass 0 in evaluation"
@@ -250,6 +253,20 @@ def refuse_keywords(function: Callable[..., object], unknown: Mapping[str, objec
     """Raises TypeError for keywords that a function does not have, with our word for each that another library has."""
     ours = [name for name in inspect.signature(function).parameters if name != "self"]
     raise TypeError("\n".join([_sentence(word, function.__name__, ours) for word in unknown]))
+
+
+def refuses_other_options(kind: type[Record]) -> type[Record]:
+    """Makes a dataclass refuse keywords that it does not have as ``refuse_keywords`` does."""
+    init, names = kind.__init__, {field.name for field in fields(kind)}  # type: ignore[arg-type]
+
+    @wraps(init)
+    def checked(self: Record, *positional: Any, **options: Any) -> None:
+        if unknown := {name: value for name, value in options.items() if name not in names}:
+            refuse_keywords(kind, unknown)
+        init(self, *positional, **options)
+
+    kind.__init__ = checked  # type: ignore[method-assign,assignment]
+    return kind
 
 
 def refuse_unknown(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from attn_core.call.hints import refuses_other_options
 from attn_core.call.layers import ON_ROWS, options_of
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
@@ -28,6 +29,7 @@ from jax_frontend.flax.layer import Rotary, check_precision, four_axes, row_posi
 _ARRAYS = ("alibi_slopes", "sinks", "seq_info")  # compared by identity, see _identity
 
 
+@refuses_other_options
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionFn:
     """A function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` or NNX's MultiHeadAttention.

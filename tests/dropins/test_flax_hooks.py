@@ -3,6 +3,8 @@ name."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import math
 
@@ -371,3 +373,25 @@ def test_hooks_with_equal_options_are_equal():
     assert hash(attention_fn(alibi_slopes=slopes)) == hash(attention_fn(alibi_slopes=slopes))
     assert attention_fn(alibi_slopes=slopes) != attention_fn(alibi_slopes=jnp.ones(HEADS))
     assert attention_fn(rotary=turned) == attention_fn(rotary=turned) != attention_fn()
+
+
+@alike
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"q_segment_ids": 1}, r"^q_segment_ids: expected seq_info=; SeqInfo\.from_lengths.* else a mask of equal seg"),
+        ({"softmax_scale": 1.0}, "^softmax_scale: expected scale=; the same value$"),
+        ({"sofcap": 50.0, "causal": True}, r"'sofcap'; did you mean softcap=\?"),
+        ({"key_ranges": 1}, "'key_ranges'; expected one of causal, alignment, window"),
+    ],
+)
+def test_an_unknown_option_names_the_word_to_use(options, says):
+    with pytest.raises(TypeError, match=says):
+        attention_fn(**options)
+
+
+@alike
+def test_the_options_are_the_signature_and_copies_are_equal():
+    assert {"causal", "rotary", "invariant"} <= inspect.signature(attention_fn).parameters.keys()
+    made = attention_fn(causal=True, softcap=50.0)
+    assert copy.copy(made) == made and dataclasses.replace(made, causal=False) == attention_fn(softcap=50.0)
