@@ -19,7 +19,7 @@ import pytest
 from frameworks import replaced
 from typer.testing import CliRunner
 
-from attn_core import backends
+from attn_core import Target, backends, explain
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from benchmarks import report, tables
@@ -27,7 +27,7 @@ from benchmarks.masks import GALLERY
 from tools import search_order
 from tools.pages import __main__ as pages
 from tools.pages import devices
-from tools.pages.support import FEATURES, render
+from tools.pages.support import FEATURES, PLAIN_CALL, render
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +52,16 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
         "| `causal` | `math` | — |",
         "| boolean `mask` | — | — |",
     } <= set(lines)
+
+
+def test_support_page_shows_the_oldest_gpu_that_a_backend_takes() -> None:
+    lines = (ROOT / "docs/reference/support.md").read_text(encoding="utf-8").splitlines()
+    shown = {row[0]: row[3] for row in (line.strip("| ").split(" | ") for line in lines) if len(row) == 8}
+    for name, device in (("`sdpa_flash` (cuda)", "sm75"), ("`sdpa_cudnn`", "sm75"), ("`flex` (cuda)", "sm75")):
+        assert shown[name] == "cuda from sm80"
+        selection = explain(PLAIN_CALL, Target("torch", device))
+        assert any(reason.startswith("device sm75:") for reason in selection.reasons(name.split("`")[1]))
+    assert shown["`sdpa_efficient`"] == "cuda" and shown["`flash4`"] == "sm90, sm100"
 
 
 @pytest.mark.parametrize("device", devices.DEVICES, ids=lambda device: device.name)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from attn_core import backends
 from attn_core.backends import Backend
 from attn_core.backends.support import Support
+from attn_core.call.spec import AttentionSpec
 
 BOTH, FORWARD_ONLY, NONE = "✓", "forward", "—"
 
@@ -56,6 +57,12 @@ GROUPS["Results, gradients and dropout"] |= {
 }
 """Every boolean claim of Support and its name in the tables, a table for each group."""
 FEATURES = {claim: name for group in GROUPS.values() for claim, name in group.items()}
+
+CUDA = ("sm70", "sm75", "sm80", "sm90")
+"""Capabilities of GPUs, the oldest first."""
+PLAIN_CALL = AttentionSpec(
+    batch=1, q_len=128, kv_len=128, num_heads=1, num_kv_heads=1, head_dim=64, value_dim=64, dtype="float16"
+)
 
 HEAD = """# What each backend supports
 
@@ -125,7 +132,7 @@ def _limits(named: dict[str, Backend]) -> str:
                 name,
                 backend.framework,
                 f"`{backend.requires}`",
-                ", ".join(forward.devices),
+                devices(backend),
                 ", ".join(forward.dtypes),
                 head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
@@ -133,6 +140,19 @@ def _limits(named: dict[str, Backend]) -> str:
             ]
         )
     return table_of(rows)
+
+
+def devices(backend: Backend) -> str:
+    """Returns the devices that a backend claims; of "cuda" also the oldest that it takes, if it refuses any."""
+
+    def is_refused(device: str) -> bool:
+        return any(reason.startswith(f"device {device}:") for reason in backend.refuses(PLAIN_CALL, device, None))
+
+    names = ", ".join(backend.forward_claims.devices)
+    if names != "cuda":
+        return names
+    oldest = next(device for device in CUDA if not is_refused(device))
+    return names if oldest == CUDA[0] else f"{names} from {oldest}"
 
 
 def head_dims(support: Support) -> str:
