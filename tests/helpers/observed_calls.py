@@ -625,6 +625,7 @@ def outcome(form: Form, observer: Observer, change: Change) -> Outcome:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own modules have some when they are imported
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # there is one for each value that a path looks at
+        warnings.filterwarnings("ignore", "`torch.jit.script`", FutureWarning)  # torch 2.14's at its first tangent
         found = _observed(form, observer, operands, change.options(form), notes)
     warned = tuple([(each.category.__name__, _without_places(str(each.message))) for each in caught])
     after = tuple([(name, _seen(value)) for name, value in operands.items() if isinstance(value, Tensor)])

@@ -150,9 +150,8 @@ def explain(
     run_plan.check_host_values(selection.spec, inputs)
     tables = inputs.key_ranges, *aux_of(inputs)
     if all(table is None or table.is_cpu for table in tables):  # reading a GPU would wait for it
-        from attn_core.context_parallel.one_device import (
-            described,
-        )  # few programs need it, and many modules load with it
+        # Few programs need it, and many modules load with it.
+        from attn_core.context_parallel.one_device import described
 
         ranges, *arrays = (None if table is None else table.detach().numpy() for table in tables)
         selection = described(selection, ranges, arrays)

@@ -1,12 +1,11 @@
 """Plans of calls by values on the host: those with key ranges in parts, and those with a mask of ids as documents.
 
-Ranges are on the host as an array of numpy, or as a tensor on the CPU, also beside a q on a GPU. Then kernels without
-key ranges compute them in parts. Ids on a GPU are read once for a tensor and its version, which waits for the GPU.
+Both are on the host as an array of numpy, or as a tensor on the CPU, ranges also beside a q on a GPU. Values on a GPU
+are not read, because a call must not wait for it.
 """
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -71,31 +70,31 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
     return plan.plan(*arguments), inputs
 
 
-KEPT_MARK = "_attn_core_ids"
-"""The attribute of a tensor of ids with what was read from it: a weak reference, the version, and the bytes."""
+VALUES = "_attn_core_ids"
+"""The attribute of a tensor on a GPU, made of an array of numpy for one call, with the bytes of the array's ids."""
 
 
 def resolve_eagerly(arguments: Arguments, inputs: Inputs) -> tuple[Plan, Inputs]:
     """Returns ``resolve`` of a call that nothing observes: ids of its mask may be read."""
-    found = _plan_of_ids(arguments, inputs.aux0, may_wait=True) if inputs.aux0 is not None else None
+    found = _plan_of_ids(arguments, inputs.aux0) if inputs.aux0 is not None else None
     return resolve(arguments, inputs) if found is None else (found, inputs)
 
 
 def documents_of(arguments: Arguments, inputs: Inputs) -> Selection | None:
-    """Returns the Selection of an eager call that runs on documents, None for another; waits for no GPU."""
+    """Returns the Selection of an eager call that runs on documents, None for another."""
     spec, target, names = plan.request(*arguments)
     rows = by_chunks(spec)
     if rows is None and inputs.aux0 is not None and explain(spec, target, names).backend is not None:
-        found = _plan_of_ids(arguments, inputs.aux0, may_wait=False)
+        found = _plan_of_ids(arguments, inputs.aux0)
         rows = None if found is None else found.rows
     return None if rows is None else select_documents(rows, target, names)
 
 
-def _plan_of_ids(arguments: Arguments, ids: Tensor, may_wait: bool) -> Plan | None:
+def _plan_of_ids(arguments: Arguments, ids: Tensor) -> Plan | None:
     """Returns the plan on documents of a call whose mask shows equal ids; None for any other call."""
     if type(ids) is not Tensor or not _compares_ids(arguments):
         return None
-    content = _ids_on_host(ids, may_wait)
+    content = _ids_on_host(ids)
     return None if content is None else _plan_by_ids(arguments, content)
 
 
@@ -105,31 +104,17 @@ def _compares_ids(arguments: Arguments) -> bool:
     return groups is not None and groups.array is not None
 
 
-def _ids_on_host(ids: Tensor, may_wait: bool) -> bytes | None:
-    """Returns ids as the bytes of their low 32 bits; None if they should not be read.
-
-    What is on a GPU is read on the default stream alone: a program that will capture a CUDA graph warms up on another
-    one, and must compile what the graph will run, which may read nothing.
-    """
+def _ids_on_host(ids: Tensor) -> bytes | None:
+    """Returns ids as the bytes of their low 32 bits; None for ids on a GPU alone, because reading them would wait."""
     if ids.is_cpu:
         return content_of(ids.numpy())
-    kept = getattr(ids, KEPT_MARK, None)
-    if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or ids.is_inference():
-        return None
-    if torch._C._cuda_getCurrentRawStream(ids.device.index):
-        return None
-    if kept is None or kept[0]() is not ids or kept[1] != ids._version:  # a deep copy has its original's attributes
-        if not may_wait:
-            return None
-        keep_ids(ids, ids.cpu().numpy())
-        kept = getattr(ids, KEPT_MARK)
-    return kept[2]  # type: ignore[no-any-return]
+    return getattr(ids, VALUES, None)
 
 
 def keep_ids(ids: Tensor, values: np.ndarray) -> None:
-    """Keeps the values of a tensor on a GPU that may be ids, so that nobody waits for them."""
-    if type(ids) is Tensor and ids.is_cuda and values.dtype.kind in "iu" and not ids.is_inference():
-        setattr(ids, KEPT_MARK, (weakref.ref(ids), ids._version, content_of(values)))
+    """Keeps what may be ids beside their copy on a GPU."""
+    if ids.is_cuda and values.dtype.kind in "iu":
+        setattr(ids, VALUES, content_of(values))
 
 
 @from_records(maxsize=64)
