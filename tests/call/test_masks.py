@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, SeqInfo
+from attn_core.call.grouped_rows import by_chunks
 from attn_core.call.masks import Band, band, document_of, positions, visible
+from attn_core.expressions.tracing import Aux, trace_mask
 from benchmarks.fit.calls import as_called
 
 
@@ -144,3 +146,13 @@ def test_positions_start_at_0_in_each_document():
 def test_document_of_skips_empty_documents():
     assert document_of(np.array([0, 0, 2, 2, 2, 5, 5], np.int32), 5).tolist() == [1, 1, 4, 4, 4]
     assert document_of(np.array([0, 0], np.int32), 0).tolist() == []
+
+
+def test_only_calls_of_whole_rows_have_chunks_as_documents():
+    chunks = trace_mask(lambda b, h, q, k: q // 4 == k // 4).tree
+    spec = spec_of(9, 9, mask_mod=chunks)
+    rows = by_chunks(spec)
+    assert rows is not None and rows.offsets.tolist() == [0, 4, 8, 9] and rows.spec.max_len_q == 4
+    others = ({"q_len": 5}, {"kv_len": 12}, {"aux": (Aux((3,), "int32"),)}, {"q_len": 0, "kv_len": 0})
+    for fields in (*others, {"dropout": 0.5}, {"partial": True}, {"mask_mod": None}):
+        assert by_chunks(replace(spec, **fields)) is None
