@@ -38,7 +38,7 @@ help:
 	@echo "make test-gpu    runs every test of one NVIDIA GPU, with the python of PYTHON=..., and stores the outcome"
 	@echo "make test-two-gpus  runs the tests of two NVIDIA GPUs, as make test-gpu does"
 	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
-	@echo "make sweep       compares every type of transformers' models with eager; make test takes one of 15"
+	@echo "make sweep       compares every type of transformers' models with eager; make test takes one of 20"
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"

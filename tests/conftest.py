@@ -159,7 +159,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.config.stash.setdefault(GPU_FILES, set()).add(item.path)
 
 
-EVERY = 15
+EVERY = 20
 """One of so many cases of a test is in the sample, which ``make test`` runs."""
 EVERY_TEST = 7
 """One of so many tests of a file is in the sample, if each has one or two cases and the file is marked as a whole."""

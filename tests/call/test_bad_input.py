@@ -531,6 +531,7 @@ def assert_fails(row: Bad, call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("framework", "row"), CASES)
 def test_bad_input_is_one_clear_error(framework: Framework, row: Bad) -> None:
     frontend = framework.frontend

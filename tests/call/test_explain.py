@@ -92,7 +92,11 @@ def answered(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("framework", "seeds"),
-    [*((TORCH, range(first, first + 40)) for first in (100, 140, 360, 400)), (JAX, range(60, 90))],
+    [
+        *((TORCH, range(first, first + 40)) for first in (100, 140, 360, 400)),
+        (JAX, range(60, 75)),
+        pytest.param(JAX, range(75, 90), marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value) if isinstance(value, Framework) else str(value[0]),
 )
 def test_explain_answers_as_attention_does(framework: Framework, seeds: range) -> None:

@@ -1,6 +1,6 @@
 """Tests every type of transformers' text and vision models: equal to ``eager``, or refused at construction.
 
-``make test`` runs one of 15 types, ``make sweep`` all. Types that
+``make test`` runs one of 20 types, ``make sweep`` all. Types that
 cannot run are listed with their reasons in transformers_lists, so a type that starts or stops running is noticed.
 """
 

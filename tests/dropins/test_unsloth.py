@@ -347,6 +347,7 @@ CALLS: dict[str, Call] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CALLS)
 @both
 def test_every_word_means_the_same(framework: Framework, name: str) -> None:
@@ -776,6 +777,7 @@ REFUSED: dict[type[Exception], dict[str, Call]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("error", "says"), [(error, says) for error, calls in REFUSED.items() for says in calls])
 @both
 def test_refused_by_name_before_anything_runs(framework: Framework, error: type[Exception], says: str) -> None:

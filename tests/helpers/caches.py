@@ -7,6 +7,7 @@ module that starts empty. A ``maxsize`` is its bound. Each other cache states it
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from functools import _lru_cache_wrapper
@@ -126,14 +127,15 @@ class Cache(NamedTuple):
         return f"{self.module}:{self.name}"
 
 
-def all_caches() -> list[Cache]:
-    """Returns every cache of the three packages, by module."""
-    return [
+@functools.cache
+def all_caches() -> tuple[Cache, ...]:
+    """Returns every cache of the three packages, by module. The sources are read once."""
+    return tuple(
         cache
         for package in PACKAGES
         for file in sorted((ROOT / package).rglob("*.py"))
         for cache in caches_of(file.read_text(encoding="utf-8"), _module_name(file))
-    ]
+    )
 
 
 def _module_name(file: Path) -> str:
@@ -212,7 +214,7 @@ def _starts_empty(value: ast.expr | None) -> bool:
 def sizes() -> dict[str, int]:
     """Returns the number of entries of each cache of an imported module, without those inside a function."""
     found = {}
-    for cache in _known():
+    for cache in all_caches():
         value: Any = sys.modules.get(cache.module)
         for name in cache.name.split("."):
             value = getattr(value, name, None)
@@ -224,15 +226,9 @@ def sizes() -> dict[str, int]:
     return found
 
 
-def _known(remembered: list[Cache] = []) -> list[Cache]:  # noqa: B006  the sources are read once
-    if not remembered:
-        remembered += all_caches()
-    return remembered
-
-
 def over_bound(found: dict[str, int]) -> list[str]:
     """Returns a sentence for each cache with more entries than its bound."""
-    limits = {cache.key: cache.bound for cache in _known()}
+    limits = {cache.key: cache.bound for cache in all_caches()}
     return [
         f"{key} has {size} entries, and its bound is {limits[key]}"
         for key, size in found.items()

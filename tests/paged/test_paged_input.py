@@ -429,6 +429,7 @@ def test_the_unchanged_calls_run() -> None:
         called(f, "append_kv", good_append(f))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
 def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad) -> None:
     given = arguments(framework, case, good(framework))
@@ -443,6 +444,7 @@ def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad) -> No
     empty_plan_caches(programs=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("framework", "case"), rows(APPEND))
 def test_bad_arguments_of_append(framework: Framework, case: Bad) -> None:
     given = arguments(framework, case, good_append(framework))
