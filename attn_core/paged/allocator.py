@@ -582,12 +582,13 @@ class PageAllocator:
         """Returns ``block_table`` of sequences with these records. Raises SpecError as it does."""
         longest = self._pages_for(max([held.length for held in records], default=0))
         most = MOST // self.page_size
-        if width is not None and not (is_host_int(width) and 0 <= width <= most):
+        if width is not None and not (is_host_int(width) and width >= longest):
+            kind = "" if is_host_int(width) else ", as an int"
             raise SpecError(
-                f"width={shown(width)}: expected at most {most} columns, because kernels count tokens in int32"
+                f"width={shown(width)}: expected at least the {longest} pages of the longest sequence{kind}"
             )
-        if width is not None and width < longest:
-            raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
+        if width is not None and width > most:
+            raise SpecError(f"width={width}: expected at most {most} columns, because kernels count tokens in int32")
         table = np.full((len(records), longest if width is None else width), UNUSED, np.int32)
         for row, held in zip(table, records, strict=True):
             row[: len(held.pages)] = held.pages
