@@ -22,7 +22,16 @@ from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import KERNEL_INIT, Cache, LayerCall, LayerFields, Projections, check_inputs, then
+from jax_frontend.flax.layer import (
+    KERNEL_INIT,
+    Cache,
+    LayerCall,
+    LayerFields,
+    Projections,
+    Rotary,  # noqa: F401  get_type_hints looks for it here
+    check_inputs,
+    then,
+)
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
@@ -181,20 +190,22 @@ class Attention(LayerFields, nnx.Module):
 
         Args:
             deterministic, decode: the settings of these names, unless None.
-            batch_size, max_length: with ``decode=True``, create a cache of this size, which must both be set.
+            batch_size, max_length: create a cache of this size for a layer in decode mode; both, or neither.
 
         Raises:
             SpecError, ShapeError: naming the argument.
         """
-        if deterministic is not None:
-            self.deterministic = deterministic
-        if decode is not None:
-            self.decode = check_flag("decode", decode)
+        decodes = self.decode if decode is None else check_flag("decode", decode)
         if (batch_size is None) != (max_length is None):
             raise SpecError(
                 f"batch_size={batch_size}, max_length={max_length}: expected both for a new cache, or neither"
             )
-        if decode and batch_size is not None and max_length is not None:
+        if batch_size is not None and not decodes:
+            raise SpecError(f"batch_size={shown(batch_size)}: expected decode=True with it, because it sizes a cache")
+        if deterministic is not None:
+            self.deterministic = deterministic
+        self.decode = decodes
+        if batch_size is not None and max_length is not None:
             sizes: Any = (batch_size,) if is_host_int(batch_size) else batch_size
             self.init_cache((*sizes, max_length, self.in_features))
 

@@ -520,3 +520,15 @@ def test_a_promise_beside_a_mask_is_refused_with_its_reason():
     visible = jnp.ones((BATCH, 1, 1, MAX_LENGTH), bool)
     with pytest.raises(NoBackendError, match="key_ranges with invariant='batch'"):
         decoding.apply({"params": params, "cache": cache}, X[:, :1], mask=visible, mutable=["cache"])
+
+
+def test_a_view_makes_a_cache_for_a_layer_that_decodes_and_refuses_a_size_for_another() -> None:
+    layer = nnx.Attention(4, 32, rngs=flax_nnx.Rngs(0))
+    for decode in (None, False):
+        with pytest.raises(SpecError, match=r"^batch_size=2: expected decode=True with it"):
+            layer.set_view(deterministic=True, decode=decode, batch_size=2, max_length=7)
+    assert layer.deterministic is None and not layer.decode  # nothing was set
+    layer.set_view(decode=True, batch_size=2, max_length=7)
+    assert layer.cached_key.shape == (2, 7, 4, 8)
+    layer.set_view(batch_size=3, max_length=5)  # it decodes already
+    assert layer.cached_key.shape == (3, 5, 4, 8)
