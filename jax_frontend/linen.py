@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer  # noqa: F401  as Rotary
+from jax.typing import DTypeLike  # noqa: F401  as Rotary
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import LayerKeywords
@@ -17,7 +19,15 @@ from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Cache, LayerCall, LayerFields, Projections, check_inputs, then
+from jax_frontend.flax.layer import (
+    Cache,
+    LayerCall,
+    LayerFields,
+    Projections,
+    Rotary,  # noqa: F401  get_type_hints looks for it here
+    check_inputs,
+    then,
+)
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import linen as nn

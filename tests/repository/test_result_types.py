@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from inspect import signature
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -83,3 +83,17 @@ def test_the_overloads_have_every_keyword(frontend: str, function: str, keywords
     expected = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in spelled]
     assert set(keywords.__annotations__) == {each.name for each in expected}
     assert keywords.__required_keys__ == {each.name for each in expected if each.default is each.empty}
+
+
+@pytest.mark.parametrize("frontend", ["torch_frontend", "jax_frontend"])
+def test_names_that_load_at_first_use_are_listed(frontend: str) -> None:
+    code = f"import {frontend} as f; assert 'run_attention' not in vars(f); print(set(f.__all__) <= set(dir(f)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_the_types_of_a_layers_fields_can_be_read(module: str) -> None:
+    pytest.importorskip("flax")
+    hints = get_type_hints(import_module(f"jax_frontend.{module}").Attention.__init__)
+    assert {"num_heads", "rotary"} <= hints.keys()
