@@ -34,6 +34,7 @@ def test_what_keeps_the_promise_and_what_is_refused(invariant: str) -> None:
     assert reasons(spec) == reasons(replace(spec, sinks=True, softcap=3.0, window=(99, 0), alibi_shape=(64, 32))) == ()
     lacks = {
         "key_ranges": replace(spec, key_ranges_shape=(1, 1, 64, 1, 2)),
+        "head_dim=256": replace(spec, head_dim=256, value_dim=256),
         "pages in int8": replace(spec, paged=replace(spec.paged, dtype="int8", scales="token")),
     }
     for what, refused in lacks.items():

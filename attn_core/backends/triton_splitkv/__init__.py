@@ -4,8 +4,8 @@ Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 25
 int8 pages, from 64 on for int4), forward only, paged calls only; page sizes from 1 on. The kernels (``kernels.py``)
 clamp table entries, so they never read outside the pool, and never read a key past the end of its sequence. The number
 of splits depends on shapes only, so equal calls give equal bits. A NaN in a key or value of a sequence may reach
-queries of the same sequence that do not see it, but no other sequence. Calls with ``invariant`` have
-a kernel of their own (``attend_in_order``) for pages that are not quantised.
+queries of the same sequence that do not see it, but no other sequence. Calls with ``invariant`` have a kernel of their
+own (``attend_in_order``) for heads of up to 128 channels and pages that are not quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -34,6 +34,10 @@ from attn_core.paged.quantised import KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PROVEN_WIDTH = 128
+"""The widest heads whose bits are the same in all pages. With heads of 256, on an H200 on 2026-12-01, a chunk had other
+bits in pages of one token than in pages of 16. We do not know why: their code for sm90 has the same products."""
 
 FORWARD = Support(
     kernel="the Triton split-KV kernel",
@@ -85,9 +89,10 @@ def _invariant_refusals(spec: AttentionSpec, device: str) -> list[str]:
     """Returns why a call with ``invariant`` is not known to have the same bits in every chunk and batch."""
     if spec.invariant is None:
         return []
-    paged = spec.paged
+    paged, widest = spec.paged, max(spec.head_dim, spec.value_dim)
     lacks = {
         f"device {device}": device not in PROVEN,
+        f"head_dim={widest}": widest > PROVEN_WIDTH,
         "key_ranges": spec.key_ranges_shape is not None,
         f"pages in {paged.dtype if paged else None}": paged is not None and paged.dtype is not None,
     }
