@@ -30,7 +30,8 @@ def unpad(attention_mask: Array | np.ndarray, *tensors: *Tensors, total: int | N
         tensors: ``[batch, length, ...]`` each.
         total: the tokens of the packed row, if all batches are to have equally many. Those behind the last document
             are 0, and ``length`` counts as the longest document, so that a compiled program serves every batch. If a
-            traced mask has more, the last ones are lost, as with wrong offsets: ``attn_core.checks`` warns.
+            traced mask has more, the last ones are lost, or a kernel raises an error about ``seq_info``, as with wrong
+            offsets; ``attn_core.checks`` warns.
 
     Returns:
         Each array as ``[1, tokens, ...]``, with a gradient, and the ``Padding`` for ``repad``.
@@ -84,6 +85,7 @@ def repad(packed: Array, padding: Padding) -> Array:
     """
     check_array("packed", packed)
     check_packed(packed, padding)
+    check_array("padding.indices", padding.indices)
     batch, length = padding.attention_mask.shape
     places = jnp.zeros((batch * length, *packed.shape[2:]), packed.dtype)
     return places.at[padding.indices].set(packed[0], mode="drop").reshape(batch, length, *packed.shape[2:])

@@ -40,6 +40,8 @@ def unpad(
     """
     if not isinstance(attention_mask, np.ndarray):
         _check("attention_mask", attention_mask)
+        if attention_mask.is_meta or type(attention_mask) is FakeTensor:
+            raise SpecError("attention_mask: expected values, which unpad reads, got a tensor without data")
     given: tuple[Any, ...] = tensors
     for number, tensor in enumerate(given):
         _check(f"tensors[{number}]", tensor)
@@ -81,6 +83,7 @@ def repad(packed: Tensor, padding: Padding) -> Tensor:
     """
     _check("packed", packed)
     check_packed(packed, padding)
+    check_tensor("padding.indices", padding.indices)
     batch, length = padding.attention_mask.shape
     # One place more, for the tokens that stand for none.
     places = packed.new_zeros(batch * length + 1, *packed.shape[2:])

@@ -141,8 +141,8 @@ class Timing:
         in_xla: the same if XLA launches the kernels itself.
         behind: a backend that it never ranks before, because where both run a call, it was never faster.
         behind_without_time: the same for calls of which it has no predicted time.
-        beside_table: the share of the model's time that a call with a mask or bias takes if its causal is the kernel's
-            own; the models saw it as a part of the mask.
+        beside_table: the share of the model's times, the host's and the device's, that a call with a mask or bias takes
+            if its causal is the kernel's own; the models saw it as a part of the mask.
         model_of: the backends whose models it has: those of its kernel, or of one that is slower or faster by about
             the same factor whatever the call; None for models of its own.
         of_model: these factors, of the host and of the device.

@@ -64,6 +64,7 @@ NARROW = 256
 """Heads up to this width have faster kernels."""
 
 FEW_QUERIES, FEW_TILES = 16, 16
+"""Up to so many queries a row, and below so many of the forward's tiles, most processors wait."""
 
 WIDTHS = (320, 384, 448, 512)
 """The widths that we run the kernels at. Between them they pad in shared memory, which we have not tried."""

@@ -69,7 +69,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     spoken = f"cuDNN {'.'.join(map(str, version))}" if version else "an unknown cuDNN"
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
     edge, widest = needed_band(spec), max(spec.head_dim, spec.value_dim)
-    # With a mask or bias, the band becomes part of it, where any diagonal is possible.
+    # With a mask or bias, such a band becomes part of it, where any diagonal is possible.
     if spec.causal and edge.right is not None and edge.offset and not explicit(spec):
         reasons.append(
             f"causal, bottom_right, with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} has top_left only"
@@ -110,7 +110,8 @@ def build() -> Build:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the op's arguments. A band that the kernel does not have becomes part of the mask or bias."""
     edge = needed_band(spec)
-    is_causal = edge == CAUSAL
+    # One query has kernels of its own, of which none was tried with both.
+    is_causal = edge == CAUSAL and not (explicit(spec) and spec.q_len == 1)
     return {
         "is_causal": is_causal,
         "band_in_bias": edge.right is not None and not is_causal,

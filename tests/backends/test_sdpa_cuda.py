@@ -102,6 +102,8 @@ def test_the_arguments_of_cudnn() -> None:
     for others in ({"kv_len": 40, "mask_shape": (2, 1, 1, 40)}, {"alignment": "top_left", "bias_shape": (1, 1, 1, 96)}):
         beside = cudnn.lower(replace(SPEC, causal=True, **others))
         assert (beside["is_causal"], beside["band_in_bias"]) == (True, False)
+    single = cudnn.lower(replace(SPEC, causal=True, alignment="top_left", q_len=1, bias_shape=(1, 1, 1, 96)))
+    assert (single["is_causal"], single["band_in_bias"]) == (False, True), "kernels that were not tried"
 
 
 # Refusals

@@ -13,8 +13,10 @@ import torch
 from frameworks import BOTH, TORCH, Framework, as_numpy
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jax_frontend
+import torch_frontend
 from attn_core import CheckWarning, DTypeError, ShapeError, SpecError, checks
 
 BATCH, LENGTH = 3, 5
@@ -182,6 +184,18 @@ def test_errors_name_the_argument_its_value_and_the_way_out(framework: Framework
     assert _message(ShapeError, repad, rows[0], padding).endswith("got [8, 4, 8]; pass packed[None]")
     assert "padding=" in _message(SpecError, repad, rows, mask)
     assert "attention_mask: expected a" in _message(TypeError, unpad, BESIDES, q)
+
+
+def test_masks_without_data_and_the_padding_of_another_framework_are_refused() -> None:
+    q, mask = torch.zeros(BATCH, LENGTH, 4, 8), torch.tensor(BESIDES)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(mask)
+        assert "a tensor without data" in _message(SpecError, torch_frontend.unpad, fake, q)
+    assert "a tensor without data" in _message(SpecError, torch_frontend.unpad, mask.to("meta"), q)
+    rows, padding = torch_frontend.unpad(mask, q)
+    in_jax, other = jax_frontend.unpad(np.array(BESIDES), jnp.zeros(q.shape))
+    assert _message(TypeError, torch_frontend.repad, rows, other).startswith("padding.indices: expected")
+    assert _message(TypeError, jax_frontend.repad, in_jax, padding).startswith("padding.indices: expected")
 
 
 def test_a_traced_mask_without_a_total_names_the_ways_out() -> None:

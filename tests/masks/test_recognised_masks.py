@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_frontend
-from attn_core import AttentionSpec, masks, selection
+from attn_core import AttentionSpec, log, masks, selection
 from attn_core.call import grouped_rows
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.masks import visible
@@ -315,6 +315,18 @@ def test_changed_ids_are_read_again() -> None:
         change()
         expected = torch_frontend.attention(q, q, q, mask=ids[:, None] == ids, backend="math")
         torch.testing.assert_close(torch_frontend.attention(q, q, q, mask_mod=of(ids)), expected, rtol=0, atol=2e-5)
+
+
+def test_a_call_with_ids_makes_one_plan_and_its_explanation_none(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel that would run the function instead is no fallback."""
+    plan.plan.cache_clear()
+    in_parts._plan_by_ids.cache_clear()
+    q, ids = torch.randn(2, TOKENS, 4, DIM), torch.from_numpy(IDS)
+    with log(True), caplog.at_level("INFO", "attn_core"):
+        assert torch_frontend.explain(q, q, q, mask_mod=of(ids)).backend == "sdpa_flash"
+        assert not caplog.messages
+        torch_frontend.attention(q, q, q, mask_mod=of(ids))
+    assert [message.partition(":")[0] for message in caplog.messages] == ["plan"]
 
 
 def test_ids_on_a_gpu_are_not_read() -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.caches import declare, from_records
-from attn_core.call.grouped_rows import by_chunks, by_ids, groups_in
+from attn_core.call.grouped_rows import GroupedRows, by_chunks, by_ids, groups_in
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.selection import Selection, explain
+from attn_core.selection import Selection, explain, select
 from attn_core.selection import on_documents as select_documents
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.plan import Plan, on_device
@@ -76,26 +76,23 @@ VALUES = "_attn_core_ids"
 
 def resolve_eagerly(arguments: Arguments, inputs: Inputs) -> tuple[Plan, Inputs]:
     """Returns ``resolve`` of a call that nothing observes: ids of its mask may be read."""
-    found = _plan_of_ids(arguments, inputs.aux0) if inputs.aux0 is not None else None
+    content = _ids_of(arguments, inputs.aux0)
+    found = None if content is None else _plan_by_ids(arguments, content)
     return resolve(arguments, inputs) if found is None else (found, inputs)
 
 
 def documents_of(arguments: Arguments, inputs: Inputs) -> Selection | None:
     """Returns the Selection of an eager call that runs on documents, None for another."""
     spec, target, names = plan.request(*arguments)
-    rows = by_chunks(spec)
-    if rows is None and inputs.aux0 is not None and explain(spec, target, names).backend is not None:
-        found = _plan_of_ids(arguments, inputs.aux0)
-        rows = None if found is None else found.rows
+    rows, content = by_chunks(spec), _ids_of(arguments, inputs.aux0)
+    if content is not None and explain(spec, target, names).backend is not None:
+        rows = _rows_by_ids(arguments, content)
     return None if rows is None else select_documents(rows, target, names)
 
 
-def _plan_of_ids(arguments: Arguments, ids: Tensor) -> Plan | None:
-    """Returns the plan on documents of a call whose mask shows equal ids; None for any other call."""
-    if type(ids) is not Tensor or not _compares_ids(arguments):
-        return None
-    content = _ids_on_host(ids)
-    return None if content is None else _plan_by_ids(arguments, content)
+def _ids_of(arguments: Arguments, ids: Tensor | None) -> bytes | None:
+    """Returns the ids of a call whose mask shows equal ids, as ``_ids_on_host``; None for any other call."""
+    return _ids_on_host(ids) if type(ids) is Tensor and _compares_ids(arguments) else None
 
 
 @from_records(maxsize=1024)
@@ -118,15 +115,22 @@ def keep_ids(ids: Tensor, values: np.ndarray) -> None:
 
 
 @from_records(maxsize=64)
+def _rows_by_ids(arguments: Arguments, content: bytes) -> GroupedRows | None:
+    """Returns a call on packed documents; None if an id comes back behind another one."""
+    spec, *_ = plan.request(*arguments)
+    return by_ids(spec, np.frombuffer(content, np.int32).reshape(arguments[0].aux0[0]))
+
+
+@from_records(maxsize=64)
 def _plan_by_ids(arguments: Arguments, content: bytes) -> Plan | None:
     """Returns a call's plan on documents; None if an id comes back behind another one, or no kernel is faster."""
     entries, *_, switches = arguments
     spec, target, names = plan.request(*arguments)
-    rows = by_ids(spec, np.frombuffer(content, np.int32).reshape(entries.aux0[0]))
+    rows = _rows_by_ids(arguments, content)
     if rows is None:
         return None
     # Also where ids cannot be read, the call must run: a backend that is named runs functions, or raises.
-    whole = plan.plan(*arguments)
+    whole = select(spec, target, names)
     limits_plans, device = switches is None, entries.q[2]
     with torch.inference_mode(False):  # a call outside of inference mode reads the offsets, too
         return plan.on_documents(rows, spec, target, names, device, limits_plans=limits_plans, instead=whole.backend)
