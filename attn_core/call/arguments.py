@@ -171,7 +171,7 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
         if packed and rank == 4 and shape[0] != 1:
             raise ShapeError(
                 f"{name}: expected one row of packed documents [1, tokens, heads, head_dim], got {list(shape)}; "
-                f"reshape to {ONE_ROW} if no row has padding, else keep the tokens alone: {name}[keep][None]"
+                f"reshape to {ONE_ROW} if no row has padding, else unpad(attention_mask, q, k, v)"
             )
     return [shape if len(shape) == 4 else (1, *shape) for shape in (arrays.q.shape, arrays.k.shape, arrays.v.shape)]
 

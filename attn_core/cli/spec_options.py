@@ -299,7 +299,7 @@ def _key_ranges(text: str) -> np.ndarray:
 _WORDS = {
     HEADS_FIRST_HINT: "change --heads or --kv-heads",
     "cast q, k and v to one of them": "name one by --dtype",
-    f"reshape to {ONE_ROW} if no row has padding, else keep the tokens alone: q[keep][None]": "leave --batch out",
+    f"reshape to {ONE_ROW} if no row has padding, else unpad(attention_mask, q, k, v)": "leave --batch out",
     "seq_info: expected None with q_segment_ids": "--segment-ids: expected no packed documents",
     "seq_info.cu_seqlens_q:": "--cu-seqlens:",
     "lengths_q:": "--lengths:",
