@@ -438,7 +438,8 @@ PACKED = {
         lambda f: SeqInfo.from_lengths([5, 5]),
         ShapeError,
         r"^q: expected one row of packed documents \[1, tokens, heads, head_dim\], got \[2, 5, 6, 11\]; "
-        r"reshape to \[1, batch \* seq, heads, head_dim\] if no row has padding, else unpad\(attention_mask, q, k, v\)$",
+        r"reshape to \[1, batch \* seq, heads, head_dim\] if no row has padding, "
+        r"else unpad\(attention_mask, q, k, v\)$",
         **{name: TENSORS[name] for name in "qkv"},
     ),
     "mixed ranks": documents(
