@@ -91,10 +91,8 @@ class Plan(NamedTuple):
     """Whether the backend's functions accept ``into``, buffers for their results."""
     in_parts: bool = False
     """Whether the backend computes the call's key ranges in parts, see ``in_parts``."""
-    rows: GroupedRows | None = None
-    """The packed documents that a dense call runs on; None if it runs as it is."""
     instead: str | None = None
-    """For a call on such documents, a backend that runs it where no value may be read."""
+    """For a dense call that runs on packed documents, a backend that runs it where no value may be read; else None."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -179,7 +177,7 @@ def on_documents(
     forward = partial(_forward_on_documents, inner, rows, offsets)
     backward = partial(_backward_on_documents, inner, rows, offsets)
     name = selection.backend
-    return Plan(spec, name, forward, backward, one_row=False, rows=rows, instead=instead or name)
+    return Plan(spec, name, forward, backward, one_row=False, instead=instead or name)
 
 
 def _offsets_of_chunks(rows: GroupedRows, spec: AttentionSpec, device: torch.device) -> Tensor:
